@@ -70,7 +70,7 @@ class Admitter:
             self.prefill_limit.learn(num_decodes, num_prompt_tokens, flight.seconds)
 
     def _limit_prompts(self, pending: Ints) -> None:
-        """Limit the prompts of the next step if a tenant waits for a token while another has prompts."""
+        """Limit the prompt tokens of the next step if rows decode and several tenants have requests."""
         limits, running = self.limits, self.running
         limits.paced_tokens = None
         if self.shares is None or not self.chunked_prefill or self.fault_isolation or not len(running):
@@ -83,8 +83,8 @@ class Admitter:
             limits.paced_tokens = num_decodes + self.prefill_limit.limit(limits.max_tokens)
 
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
-        """Divide the tokens of a step between the running rows, in order. If the step `admits`, some tokens
-        are left for the next waiting request."""
+        """Divide the tokens of a step between the rows of `running.order`. With `admits`, tokens may be left
+        for the next waiting request."""
         self._limit_prompts(pending)
         if self.kv.states is not None:
             pending = self.kv.states.limit(self.running, pending)
@@ -98,7 +98,8 @@ class Admitter:
         return self.media.undivided(self.running, chunks, self.limits)
 
     def _claim(self, num_pending: int) -> Claim | None:
-        """Return the tokens that running rows leave to the next waiting request, if it can be admitted."""
+        """Return the tokens that running rows leave to the next waiting request. None: it cannot be admitted,
+        or it fits without a claim."""
         assert self.shares is not None
         if self.fault_isolation or len(self.running) >= self.limits.max_rows:
             return None
@@ -108,7 +109,7 @@ class Admitter:
         if num_pending + num_tokens <= self.limits.budget or not self._fits(request):
             return None
         if not self.media.cut(request, self.kv.lookup(request).num_tokens, num_tokens, self.limits):
-            return None  # its encoder cache space is held by running rows, so these continue
+            return None  # running rows hold the encoder cache space that the request needs
         return Claim(self.shares.levels.item(request.tenant), num_tokens)
 
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
@@ -159,7 +160,7 @@ class Admitter:
         return self.shares.row_to_preempt(request, self.running, kv.num_held(order), capacity)
 
     def candidates(self) -> RowIds | None:
-        """Return the rows to choose from when blocks run out; None stands for all rows."""
+        """Return the rows that may be preempted when blocks run out; None stands for all rows."""
         if self.shares is None:
             return None
         order = self.running.order
@@ -176,7 +177,7 @@ class Admitter:
 
     def admit(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
         """Admit waiting requests, in order, while tokens, rows and blocks last; return each with its first
-        chunk. Requests that wait for something else are skipped and keep their place."""
+        chunk. Requests that an admission check holds are skipped and keep their place."""
         if self.fault_isolation:
             return self._admit_suspect(notes)
         admitted: list[tuple[Admission, int]] = []
@@ -209,12 +210,12 @@ class Admitter:
         return self.media.cut(request, hit.num_tokens, self.kv.cut(request, hit, chunk), self.limits)
 
     def _may_split(self, num_tokens: int) -> bool:
-        """Whether a prompt may be split. Without chunked prefill a request waits for a step that holds all of
-        it, unless it exceeds the step's limit: a preempted request also computes its output again."""
+        """Whether a prompt may be split. Without chunked prefill only a request with more tokens than the
+        limit of a step is split, such as a preempted request that computes its output again."""
         return self.chunked_prefill or num_tokens > self.limits.max_chunk
 
     def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
-        """Admit the next suspect alone. It stays alone until it has a new token."""
+        """Admit the next suspect of a failed step alone; it runs alone until it has a new token."""
         request = self.fault_isolation.next_suspect
         if len(self.running) or self.checks.must_wait(request, alone=True):
             return []

@@ -1,4 +1,4 @@
-"""Admission checks that a request may have to wait for, and the queue that skips requests held by one."""
+"""Admission checks, which hold waiting requests back, and the queue that skips the held requests."""
 
 from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -35,12 +35,12 @@ class AdmissionCheck(Protocol):
         """Remove a request that has ended."""
 
     def settle(self) -> dict[str, str | None]:
-        """Collect what has become ready. Return the requests that failed, with a message if the client is at
-        fault."""
+        """Collect what has become ready. Return the ids of requests that failed, each with a message if the
+        client is at fault, else None."""
 
 
 class AdmissionChecks:
-    """All admission checks as one."""
+    """Combines all admission checks into one."""
 
     def __init__(self, *checks: AdmissionCheck) -> None:
         self._checks = checks
@@ -73,12 +73,12 @@ class AdmissionChecks:
         return any(check.futures for check in self._checks)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until something is ready; return False on a timeout."""
+        """Wait until one of the futures is done; return False on a timeout or without futures."""
         futures = [future for check in self._checks for future in check.futures]
         return bool(futures) and bool(wait(futures, timeout_s, FIRST_COMPLETED).done)
 
     def take_needs_recheck(self) -> bool:
-        """Return whether a check has opened since the last call."""
+        """Return whether a held request may have become admissible since the last call."""
         needs_recheck = any(check.needs_recheck for check in self._checks)
         for check in self._checks:
             check.needs_recheck = False
@@ -88,13 +88,13 @@ class AdmissionChecks:
 class ReadyQueue:
     """A waiting queue that returns the first request that no check holds. Held requests keep their place.
 
-    They are checked again when a check has opened, not in every step: there may be thousands."""
+    Held requests are checked again only when `needs_recheck` is set: there may be thousands."""
 
     def __init__(self, queue: WaitingQueue, checks: AdmissionChecks) -> None:
         self._queue = queue
         self._checks = checks
         self._held: dict[str, Request] = {}
-        """Held requests in queue order; all others are behind them."""
+        """Held requests in queue order; all other requests are behind them."""
 
     def next(self) -> Request | None:
         """Return the next admissible request; it stays in the queue until `pop`."""

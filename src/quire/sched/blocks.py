@@ -71,7 +71,7 @@ class FreeList:
         self._len -= 1
 
     def take(self, count: int) -> list[Block]:
-        """Remove and return the first `count` blocks; there must be so many."""
+        """Remove and return the first `count` blocks; the list must hold at least that many."""
         taken, block = [], self._head.next
         for _ in range(count):
             assert block is not None and block is not self._tail, "no free block"
@@ -98,7 +98,7 @@ class BlockPool:
             self._free.append(block)
         self.index: dict[bytes, Block] = {} if index is None else index
         self.on_evict: Callable[[list[Block]], None] = lambda blocks: None
-        """Called with blocks before their prefixes are evicted; their contents are still there."""
+        """Called with blocks before their prefixes are evicted; their contents are still valid."""
         self.num_taken = 0
         """Number of blocks that were ever allocated."""
 
@@ -140,8 +140,8 @@ class BlockPool:
             block.num_users += 1
 
     def release(self, blocks: list[Block]) -> None:
-        """Release the blocks of one sequence, in its order. The end of a chain is reused before its
-        beginning, and blocks without an indexed prefix before all others."""
+        """Release the blocks of one sequence, in token order. The last blocks are reused before the first,
+        and blocks without an indexed prefix before all others."""
         for block in reversed(blocks):
             block.num_users -= 1
             assert block.num_users >= 0, f"{block} was freed twice"

@@ -14,7 +14,7 @@ from quire.sched.running import Running
 
 
 class ArrayStore:
-    """The arrays of the items of all current requests, by key, each stored once."""
+    """Stores the arrays of the multimodal items of all current requests by key, each once."""
 
     def __init__(self) -> None:
         self._arrays: dict[bytes, Arrays] = {}
@@ -47,7 +47,7 @@ class ArrayStore:
 
 
 def strip_arrays(media: Media | None) -> Media | None:
-    """Return the media without arrays, as rows hold it."""
+    """Return the media without arrays, as admissions send it to the workers."""
     if media is None:
         return None
     items = [msgspec.structs.replace(item, arrays=None, stored=None) for item in media.items]
@@ -64,13 +64,13 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Row:
-    """The items of a row that has not computed all of them yet."""
+    """The multimodal items of a row that has not computed all of them yet."""
 
     items: list[MediaItem]
     num_taken: int
-    """Number of leading items with vectors that the row has acquired,"""
+    """Number of leading items whose vectors the row has acquired."""
     num_done: int
-    """and the number of these that it has released again."""
+    """Number of leading items whose vectors the row has released again."""
     num_bidirectional: int = 0
     """See `Media.num_bidirectional`."""
 
@@ -87,9 +87,9 @@ class _PlannedUse:
 class EncoderCache:
     """Records which rows hold the vectors of which items, by key.
 
-    An item is encoded in one piece by the step that first computes one of its tokens. The row holds it until
-    the last of them is computed. Vectors that no row holds stay until their space is needed; the oldest are
-    evicted first."""
+    An item is encoded in one piece by the step that first computes one of its tokens. The row holds its
+    vectors until the last of these tokens is computed. Vectors that no row holds stay until their space is
+    needed; the oldest are evicted first."""
 
     def __init__(
         self, *, size: int = 0, max_encoded: int | None = None, undivided_items: bool = False
@@ -106,7 +106,7 @@ class EncoderCache:
         """Numbers of vectors: held by rows, kept in the cache, and encoded by the next step."""
         self._entries: dict[bytes, _Entry] = {}
         self._unused: dict[bytes, None] = {}
-        """Keys that no row holds, oldest first."""
+        """Keys of the vectors that no row holds, oldest first."""
         self._encodes: list[MediaItem] = []
         self._forgotten: list[bytes] = []
 
@@ -224,7 +224,7 @@ class EncoderCache:
 
     def _undivided_spans(self, items: list[MediaItem], num_bidirectional: int) -> list[tuple[int, int]]:
         """Return start and end of the spans that no step may divide: the items, or the first
-        `undivided_items` tokens."""
+        `num_bidirectional` tokens."""
         if num_bidirectional:
             return [(0, num_bidirectional)]
         return [(item.offset, item.end) for item in items] if self.undivided_items else []
@@ -302,14 +302,14 @@ class EncoderCache:
         return changes
 
     def reset(self) -> bool:
-        """Evict what no row holds; return whether the cache is empty."""
+        """Evict the vectors that no row holds; return whether the cache is empty."""
         for key in list(self._unused):
             self._forget(key)
         return not self._entries
 
     def forget_all(self, unsent_evictions: Iterable[bytes] = ()) -> None:
         """Forget all entries because the state of the worker is unknown. `unsent_evictions` are
-        keys of evictions that it may not have received. All rows are about to leave."""
+        keys of evictions that the worker may not have received. All rows are about to leave."""
         self._forgotten = list(dict.fromkeys([*self._forgotten, *unsent_evictions, *self._entries]))
         self._entries, self._unused, self._encodes, self.rows = {}, {}, [], {}
         self.num_held = self.num_kept = self.num_encoded = 0

@@ -5,8 +5,8 @@ number of tokens computed for it, divided by its weight. The waiting tenant with
 This is deficit round robin with computed tokens, so that the cost of a request need not be guessed. Credit
 cannot be saved: a tenant that returns to the queue starts no lower than the tenants that wait in it.
 
-This suffices while rows and blocks become free. If one tenant has occupied them all for long, one of its rows
-is preempted (`row_to_preempt`)."""
+The order of the queue suffices while rows and blocks become free. If one tenant has occupied them all for
+long, one of its rows is preempted (`row_to_preempt`)."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -57,10 +57,10 @@ class FairShare:
     def row_to_preempt(
         self, request: Request, running: Running, num_held: Ints, capacity: Capacity
     ) -> int | None:
-        """Return the row to preempt for a request that does not fit; `num_held` are the blocks of the rows in
-        order. It belongs to a tenant beyond its share, and the request's tenant stays within its own. The
-        tokens to recompute are fewer than the lead of the one tenant over the other, so rows are not
-        preempted back and forth."""
+        """Return the row to preempt for a request that does not fit, or None. `num_held` is the number of
+        blocks of each row in order. The row's tenant is above its fair share and leads the request's tenant
+        by at least the tokens to recompute, so rows are not preempted back and forth. The request's tenant
+        stays within its own share, unless it has no row."""
         tenants = running.tenant[running.order]
         rows = self._by_tenant(tenants, np.ones(len(tenants)))
         blocks = self._by_tenant(tenants, num_held)

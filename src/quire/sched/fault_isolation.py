@@ -9,12 +9,13 @@ from quire.sched.limits import StepLimits
 class FaultIsolation:
     """The requests of a failed step. They run alone, one by one, until each has a new token.
 
-    A request that fails alone, even with few tokens, is at fault. If none fails, the batch was too large."""
+    A request that fails alone, even with few tokens, is at fault. If no request fails alone,
+    the batch was too large."""
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.suspects: OrderedDict[str, Request] = OrderedDict()
-        """By id, the next to be tried first. A suspect without a row also stands in the waiting queue."""
+        """Suspects by request id, the next to be tried first. Those without a row are also queued."""
         self._failed: tuple[int, int] | None = None
         """Rows and tokens of the failed step, until its cause is found."""
 
@@ -31,8 +32,8 @@ class FaultIsolation:
         self._failed = (num_rows, num_tokens) if requests else None
 
     def is_at_fault(self, request: Request, num_tokens: int) -> bool:
-        """Whether a request is at fault after a step of it alone failed. It is not if fewer tokens can be
-        tried."""
+        """Whether a request is at fault after a step with this request alone failed. If fewer tokens can be
+        tried, the request stays a suspect instead."""
         if not self.limits.try_fewer_tokens(num_tokens):
             return True
         self.suspects[request.id] = request

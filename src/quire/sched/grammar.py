@@ -28,7 +28,7 @@ Bits = NDArray[np.uint32]
 _MAX_INLINE_MASKS = 4
 """Up to this number, masks are filled faster than a thread would start."""
 _NUM_BUFFERS = 3
-"""Mask buffers: one may be read until its step is over, and two steps are in flight."""
+"""Number of mask buffers: two steps are in flight, and each may read its buffer until it is over."""
 
 
 class GrammarCompiler(Protocol):
@@ -49,7 +49,7 @@ class GrammarCompiler(Protocol):
 
     @property
     def fills_in_thread(self) -> bool:
-        """Whether it has cores to itself while layers are computed."""
+        """Whether masks are filled in a thread, because CPU cores are free while the layers run."""
 
 
 class _MaskJob(NamedTuple):
@@ -59,7 +59,7 @@ class _MaskJob(NamedTuple):
     matched: list[tuple[GrammarMatcher, int]]
     """Matchers and the mask rows that they fill."""
     extra_tokens: list[tuple[int, int]]
-    """Tokens allowed in addition to the matchers' (or alone), with their mask rows."""
+    """Token ids allowed in addition to a matcher's (or without one), each with its mask row."""
 
     def fill(self, grammars: GrammarCompiler) -> None:
         grammars.fill(self.matched, self.masks.bits)
@@ -80,7 +80,7 @@ def _fill(grammars: GrammarCompiler, job: _MaskJob, done: AsyncValue) -> None:
 
 
 class Constraints:
-    """The constrained requests. A request waits until its grammar is compiled; others overtake it."""
+    """The constrained requests. A request waits until its grammar is compiled; other requests overtake it."""
 
     def __init__(self, grammars: GrammarCompiler | None) -> None:
         self._grammars = grammars
@@ -97,7 +97,7 @@ class Constraints:
         self._awaiting: deque[StepInFlight] = deque()
         """Steps that still need masks, oldest first."""
         self._job: _MaskJob | None = None
-        """The masks of the oldest step, once they are begun."""
+        """The masks of the oldest step once their filling has begun; None before."""
         self._is_thread_running = False
         """Whether a thread fills masks and its result has not been checked."""
 
@@ -163,8 +163,8 @@ class Constraints:
         return self._job is not None
 
     def begin(self, running: Running) -> None:
-        """Start to fill the next masks if all earlier tokens are known; in a thread, if there are cores for
-        it."""
+        """Start to fill the masks of the oldest step if all earlier tokens are known; in a thread if cores
+        are free for it."""
         if self.has_begun or not self._awaiting or (job := self._next_job(running)) is None:
             return
         self._job = job
@@ -178,7 +178,7 @@ class Constraints:
             job.fill(self._grammars)
 
     def masks(self) -> Masks:
-        """Return the masks that were begun; they may still be filling. They are valid for two more plans."""
+        """Return the begun masks, which may still be filling. They are valid for two more plans."""
         assert self._job is not None
         masks, self._job = self._job.masks, None
         self._awaiting.popleft()
@@ -203,7 +203,7 @@ class Constraints:
         rows, alive = flight.plan.constrained, flight.alive(running)
         if not alive.all():
             rows = rows[np.isin(rows, flight.rows[alive])]
-        if (running.num_tokens[rows] - running.num_known[rows] > 1).any():  # one is what the plan samples
+        if (running.num_tokens[rows] - running.num_known[rows] > 1).any():  # the plan samples one token
             return None
         self._join()
         matchers = self._grammar_matchers(running, rows.astype(np.intp))
@@ -313,7 +313,7 @@ class Constraints:
 
 class _MaskBuffer:
     """A reused buffer, since mapping new pages takes longer than filling them. A worker in this process
-    recognizes it and may let its device read it."""
+    recognizes the buffer and may let its device read it directly."""
 
     def __init__(self) -> None:
         self._words: Bits = np.empty(0, np.uint32)

@@ -48,17 +48,17 @@ class GrammarState:
 
     @property
     def grammar_matcher(self) -> GrammarMatcher | None:
-        """The matcher, if the grammar alone constrains the request because all reasoning is over."""
+        """Return the matcher once the reasoning is over; None during it, or without a grammar."""
         return self._matcher if self._reasoning is None else None
 
     @property
     def matcher(self) -> GrammarMatcher | None:
-        """The matcher that allows the next tokens; None if no grammar applies."""
+        """Return the matcher that allows the next tokens; None if no grammar applies."""
         return self._matcher if self._reasoning is None else self._text_matcher
 
     @property
     def extra_token(self) -> int | None:
-        """A token allowed in addition to the matcher's, or the only one if there is no matcher."""
+        """Return a token allowed in addition to the matcher's, or alone without a matcher; None: no token."""
         if self._reasoning is None:
             return None
         if not self._is_open:
@@ -68,7 +68,7 @@ class GrammarState:
         return self._reasoning.end[_overlap(self._generated, self._reasoning.end)]
 
     def after_drafts(self, drafts: Sequence[int]) -> Iterator[Self]:
-        """Yield this state, then the state after each draft token, up to the first that ends it."""
+        """Yield this state, then the state after each draft token, up to one that ends the constraint."""
         state = self
         yield state
         for token_id in drafts:
@@ -87,7 +87,7 @@ class GrammarState:
         return clone
 
     def advance(self, token_id: int) -> Verdict:
-        """Advance by a generated token. Return whether the output ends with it, and how."""
+        """Advance by a generated token. Return whether and how the output ends with this token."""
         if self._reasoning is None:
             return "" if self._matcher is None else self._matcher.advance(token_id)
         self._generated.append(token_id)
@@ -113,8 +113,8 @@ class GrammarState:
 
 
 def grammar_state_of(request: Request, matcher: GrammarMatcher | None) -> GrammarState:
-    """Return the grammar state of a request that gets its first row here, advanced by its output so far. That
-    is not empty if another engine core began the request."""
+    """Return the grammar state of a new request, advanced by its output so far. The output is not empty if
+    another engine core began the request."""
     state = GrammarState(matcher, request.params)
     for token_id in request.tokens[request.prompt_len :]:
         state.advance(token_id)
@@ -122,5 +122,5 @@ def grammar_state_of(request: Request, matcher: GrammarMatcher | None) -> Gramma
 
 
 def _overlap(generated: list[int], end: tuple[int, ...]) -> int:
-    """Return how many tokens of `end` the generated tokens end with; less than all of them."""
+    """Return how many tokens of `end` the generated tokens end with; fewer than all of them."""
     return next(n for n in range(len(end) - 1, -1, -1) if not n or tuple(generated[-n:]) == end[:n])

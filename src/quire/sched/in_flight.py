@@ -15,7 +15,7 @@ from quire.sched.step_tokens import StepTokens
 
 @dataclass(slots=True)
 class Notes:
-    """Events since the last plan, handed over with the next one."""
+    """Events since the last plan, handed over with the next plan."""
 
     released: list[int] = field(default_factory=list)
     admitted: dict[str, FirstRun] = field(default_factory=dict)
@@ -60,8 +60,9 @@ class StepInFlight:
         return stats
 
     def shares(self, running: Running, at: float) -> dict[str, float]:
-        """Return the seconds of the step, which has just ended, for each timed request by its part of the
-        tokens. The step began when the one before had ended, or when it was planned."""
+        """Divide the seconds of the step, which ended at time `at`, between its requests by their tokens.
+        Return the part of each timed request by id. The step began when the previous step had ended, or when
+        it was planned if that was later."""
         self.seconds, running.stepped_at = at - max(self.made_at, running.stepped_at), at
         if not running.timed:
             return {}

@@ -39,8 +39,8 @@ class KVEvents:
     that fills them is planned, and removed when no request can find them any more."""
 
     def __init__(self, sink: EventSink, *, block_size: int, kinds: Sequence[GroupKind | None]) -> None:
-        """Build it. `kinds` describes each group of layers; a group of SSM states comes last. None: the
-        blocks of the group are empty, and not reported."""
+        """Build the collector. `kinds` describes each group of layers; a group of SSM states comes last.
+        None: the blocks of the group are empty and are not reported."""
         self._sink = sink
         self._block_size = block_size
         self._kinds = kinds
@@ -54,7 +54,7 @@ class KVEvents:
         tier.on_removed = partial(self.removed, medium=medium)
 
     def flush(self) -> None:
-        """Hand over the events since the last call as one batch."""
+        """Publish the events since the last call as one batch."""
         if self._events:
             events, self._events = self._events, []
             self._sink.publish(events)
@@ -66,7 +66,7 @@ class KVEvents:
     # ---- the device
 
     def stored(self, request: Request, tokens: Tokens, group: int, places: Sequence[int]) -> None:
-        """Report blocks of a request that are on the device, by their places in its prompt and output. Each
+        """Report blocks of a request that are on the device. `places` are block numbers in its tokens. Each
         run of consecutive blocks is one event."""
         begin = 0
         for at in range(1, len(places) + 1):
@@ -99,14 +99,14 @@ class KVEvents:
     def indexed(
         self, request: Request, tokens: Tokens, tables: Iterable[Sequence[Block | None]], places: range
     ) -> None:
-        """Report blocks of a row that are now in the index. Those without a key are not: other rows have
-        indexed the same blocks before."""
+        """Report blocks of a row that are now in the index. Blocks without a key are not reported: other
+        rows have indexed equal blocks before."""
         for group, table in enumerate(tables):
             stored = [at for at in places if (block := table[at]) is not None and block.key is not None]
             self.stored(request, tokens, group, stored)
 
     def loaded(self, request: Request, places: Iterable[int], blocks: Iterable[Block]) -> None:
-        """Report blocks of a request that were copied to the device. Those without a key are not indexed."""
+        """Report blocks of a request that were copied to the device; not those without a key."""
         by_group: dict[int, list[int]] = {}
         for place, block in zip(places, blocks, strict=True):
             if block.key is not None:
@@ -115,8 +115,8 @@ class KVEvents:
             self.stored(request, request.tokens, group, stored)
 
     def reused(self, request: Request, tables: Sequence[Sequence[Block | None]], state: int = 0) -> None:
-        """Report the cached blocks of an admitted request again, if it wants that, and the states after its
-        first `state` blocks."""
+        """Report the cached blocks of an admitted request again if the request asks for it, and the SSM
+        states after its first `state` blocks."""
         if (request.params.extra_args or {}).get(REPORT_MODE) != "full":
             return
         for group, table in enumerate(tables):
@@ -128,7 +128,7 @@ class KVEvents:
     # ---- all media
 
     def _copied(self, key: bytes, medium: str) -> None:
-        """Report a block in a lower tier: by its hash alone, since its tokens were reported before."""
+        """Report a block in a lower tier by its hash alone; its tokens were reported before."""
         group = self._group_of(key)
         if (kind := self._kinds[group]) is None:
             return

@@ -24,7 +24,7 @@ from quire.sched.tier_protocol import LowerTiers
 _NONE: Ints = np.empty(0, np.int32)
 _NO_SAVES: Ints = np.empty((3, 0), np.int32)
 _MAX_TOKENS = 1 << 30
-"""Token limit where there is no other."""
+"""Token limit that stands for no limit."""
 
 Table = list[Block | None]
 Find = Callable[[bytes], Block | None]
@@ -35,7 +35,7 @@ class Hit(NamedTuple):
 
     num_tokens: int
     blocks: list[Table]
-    """By group; None: the block lies before the sliding window, or no layer has pages."""
+    """Tables by group. None: the block lies before the sliding window, or no layer has pages."""
     num_seen: int = 0
     """Number of tokens with cached pages; more than `num_tokens` if there is no checkpoint of states
     after them."""
@@ -49,7 +49,7 @@ class Growth(NamedTuple):
     rows: RowIds
     """The rows that need blocks."""
     counts: Ints
-    """Number of new blocks of each, per group."""
+    """Number of new blocks of each of these rows, per group."""
     shortage: int
     """Number of missing blocks."""
 
@@ -133,8 +133,8 @@ class KVManager:
         return self.share_prefixes and not request.params.skip_reading_prefix_cache
 
     def lookup(self, request: Request, find: Find | None = None) -> Hit:
-        """Return the longest prefix that all groups of layers can restore: it has pages, and a checkpoint of
-        states if there are any. It excludes the last token, because its logits have to be computed. `find`
+        """Return the longest prefix that all groups of layers can restore: its pages, and if the model has
+        SSM states, their checkpoint. It excludes the last token, whose logits have to be computed. `find`
         returns the page with a key; by default those on the device are found."""
         find = find or self.pool.find
         if not self.may_share(request):
@@ -245,8 +245,8 @@ class KVManager:
         return min(chunk, ends[-1] - hit.num_tokens)
 
     def _boundaries(self, request: Request, hit: Hit) -> list[int]:
-        """Return where the states of a request are kept. A step may not end inside of a bidirectional prompt,
-        or of a media item that is not divided."""
+        """Return the positions at which SSM states of a request are kept. A step may not end inside of a
+        bidirectional prompt, or of a media item that is not divided."""
         assert self.states is not None
         ends = self.states.boundaries(len(request.tokens), hit.num_tokens, hit.num_seen)
         if (media := request.media) is None:
@@ -262,8 +262,8 @@ class KVManager:
         return self.states.is_checkpoint_planned(request.block_keys, hit.num_tokens, len(request.tokens) - 1)
 
     def start(self, row: int, request: Request, hit: Hit) -> int:
-        """Set the boundaries of an admitted row. Return the slot of the states that it starts from; 0: it
-        starts from none."""
+        """Set the boundaries of an admitted row. Return the slot of the SSM states that the row starts from;
+        0: no states."""
         num_blocks = hit.num_tokens // self.block_size
         if self.events is not None:
             self.events.reused(request, hit.blocks, 0 if self.states is None else num_blocks)
@@ -358,8 +358,8 @@ class KVManager:
     # ---- the prefix index
 
     def index(self, running: Running, rows: RowIds, lengths: Ints) -> None:
-        """Index the blocks that `rows[i]` fills with its known tokens up to `lengths[i]`. They are indexed
-        before they are written; requests that share them read them after the write."""
+        """Index the blocks that `rows[i]` fills with its known tokens up to `lengths[i]`. Blocks are
+        indexed before they are written; steps that share them read them after the write."""
         if not self.share_prefixes:
             return
         num_full = np.minimum(lengths, running.num_known[rows]) // self.block_size
@@ -390,7 +390,7 @@ class KVManager:
             self.states.take(running, rows, lengths)
 
     def take_saves(self, running: Running) -> Ints:
-        """Return [3, n], the rows, slots and numbers of tokens of the checkpoints that the planned step
+        """Return [3, n]: rows, slots and token counts of the SSM state checkpoints that the planned step
         takes."""
         if self.states is None:
             return _NO_SAVES
@@ -427,13 +427,13 @@ class KVManager:
         self._publish()
 
     def flush_stores(self) -> None:
-        """Copy to lower tiers what waits for the next step, because none is planned."""
+        """Copy the blocks that wait for the next step to lower tiers now, as no step is planned."""
         if self.tiers is not None:
             self.tiers.flush_stores()
         self._publish()
 
     def take_tier_stats(self) -> TierStats | None:
-        """Return the counts of the lower tiers since the last call; None without any."""
+        """Return the counts of the lower tiers since the last call; None without lower tiers."""
         return None if self.tiers is None else self.tiers.take_stats()
 
     def forget_steps(self) -> None:
@@ -444,7 +444,7 @@ class KVManager:
         self._publish()
 
     def _publish(self) -> None:
-        """Hand over the events since the last call."""
+        """Publish the cache events since the last call."""
         if self.events is not None:
             self.events.flush()
 

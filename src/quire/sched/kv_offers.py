@@ -1,7 +1,7 @@
-"""KVOffers: prefixes that an engine keeps for the engines that compute the answers.
+"""KVOffers: prefixes that a prefill engine keeps for the decode engines that read them.
 
 A prefix is kept from the end of its request until it was read, or for a limited time. The scheduler adds and
-releases it; a thread reads its entries for other engines."""
+releases prefixes; a thread reads their entries for other engines."""
 
 import secrets
 import threading
@@ -52,15 +52,15 @@ class OfferAddress:
 
 @dataclass(slots=True)
 class _Offer:
-    """A prefix that is kept."""
+    """A prefix kept for another engine."""
 
     held: HeldEntries
     until: float
-    """Time at which it is dropped."""
+    """Time at which the prefix is dropped, in seconds of the clock."""
     is_ended: bool = False
-    """Whether no engine will read it any more."""
+    """Whether no engine will read the prefix any more."""
     ids: dict[bytes, int] = field(init=False)
-    """Number of each entry on the device, by key."""
+    """Block id of each entry on the device, by key."""
 
     def __post_init__(self) -> None:
         entries = (*self.held.pages, *self.held.states)
@@ -68,7 +68,7 @@ class _Offer:
 
 
 class KVOffers:
-    """The prefixes that are kept, by request id."""
+    """The prefixes kept for other engines, each under a name made of its request id and a random part."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class KVOffers:
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep each prefix for so many seconds."""
+        """Build the offers. A prefix is kept for at most `seconds`."""
         self._kv = kv
         self.address = address
         self._seconds = seconds
         self._clock = clock
         self._offers: dict[str, _Offer] = {}
-        """In the order of their ends."""
+        """Prefixes by name, in the order in which they expire."""
         self._lock = threading.Lock()
         """Held while entries are read, and while a prefix is removed."""
         self.num_expired = 0
-        """Prefixes that were dropped before they were read, since the last report."""
+        """Number of prefixes dropped before they were read, since the last report."""
         self.on_close: Callable[[], None] = lambda: None
         """Ends the thread that reads entries."""
 
@@ -98,8 +98,8 @@ class KVOffers:
     # ---- in the thread of the scheduler
 
     def offer(self, request: Request) -> dict[str, Any]:
-        """Keep the prefix that an equal prompt would find now. Return its `kv_transfer_params`. The row of
-        the request must be free."""
+        """Keep the cached prefix of a request's prompt. Return its `kv_transfer_params`. The row of the
+        request must be free."""
         kv, prompt_len = self._kv, request.prompt_len
         prompt = msgspec.structs.replace(
             request,
@@ -111,7 +111,7 @@ class KVOffers:
         key = kv.state_key(prompt, hit)
         if key is not None and kv.states is not None and (state := kv.states.pool.find(key)) is not None:
             held.states.append(state)
-        name = f"{request.id}-{secrets.token_hex(8)}"  # clients choose their ids, and must not guess others
+        name = f"{request.id}-{secrets.token_hex(8)}"  # clients choose request ids; names must not be guessed
         if hit.num_tokens:
             held.share(kv)
             self._offers[name] = _Offer(held, self._clock() + self._seconds)
@@ -130,7 +130,7 @@ class KVOffers:
         }
 
     def settle(self) -> bool:
-        """Release the prefixes that were read, and those that have expired; return whether there were any."""
+        """Release the prefixes that were read or have expired; return whether there were any."""
         now = self._clock()
         over = [name for name, offer in self._offers.items() if offer.is_ended or offer.until <= now]
         for name in over:
@@ -169,8 +169,8 @@ class KVOffers:
     def read(
         self, name: str, keys: Sequence[bytes], copy: Callable[[list[int], bool], T]
     ) -> tuple[list[int], T | None]:
-        """Call `copy` with the numbers of the entries of a prefix and whether they are states. Return the
-        places of the keys that it has, and the result. The entries stay in place meanwhile."""
+        """Call `copy` with the block ids of a prefix's entries and whether they are states. Return the
+        indices of the keys found, and the result of `copy`. The entries are not released meanwhile."""
         with self._lock:
             offer = self._offers.get(name)
             ids = {} if offer is None else offer.ids

@@ -1,8 +1,8 @@
 """KVTiers: entries of the KV cache in host memory, on disk and in other engines.
 
 An entry is a block of pages, or a checkpoint of states. If the prefix of a request continues in a lower tier,
-or in the engine that has computed it, the request waits while its entries are copied to the device, beside
-the steps of others. It holds them until it is admitted."""
+or in the engine that has computed it, the request waits while its entries are copied to the device; steps of
+other requests run meanwhile. The request holds the entries until it is admitted."""
 
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -40,7 +40,7 @@ _READY.set_result(None)
 
 
 class TierCopies(Protocol):
-    """The workers, which copy entries."""
+    """Copies entries between the device and the lower tiers; the workers do this."""
 
     def load(self, load: BlockLoad) -> Future[LoadDone]:
         """Copy entries to the device while steps run."""
@@ -60,9 +60,9 @@ class _Load:
     """Entries that are being filled; they are neither indexed nor free."""
     keys: list[bytes]
     places: list[range]
-    """Blocks of the prefix that each entry restores: one, or with a checkpoint of states all before it."""
+    """Blocks of the prefix that each entry restores: one per page, several per checkpoint of states."""
     after: int
-    """The copy starts when this step is done: until then, steps may use the entries."""
+    """Number of the step after which the copy starts; until then, steps may use the entries."""
     slots: list[int] = field(default_factory=list)
     remote: RemotePrefix | None = None
     """Prefix in another engine that some of the entries may belong to."""
@@ -71,7 +71,7 @@ class _Load:
 
 
 class KVTiers:
-    """The lower tiers of the KV cache. It is the admission check of requests that wait for their entries."""
+    """The lower tiers of the KV cache, and the admission check of requests that wait for their entries."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class KVTiers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Build the tiers of a cache. `pages` or `states` is None if the model has none of them. `offers`
-        keeps prefixes for other engines. `takes_remote`: prefixes of other engines are loaded; with
-        `remote_fails`, a request fails if that fails."""
+        keeps prefixes for other engines. With `takes_remote`, prefixes of other engines are loaded.
+        With `remote_fails`, a request fails if its prefix cannot be loaded from another engine."""
         assert (states is None) == (kv.states is None) and (pages is None) == (not kv.has_pages)
         self.kv = kv
         self.stores = TierStores(pages, states, salted_to_disk=salted_to_disk)
@@ -103,7 +103,7 @@ class KVTiers:
         """Requests that fail because their prefix in another engine could not be loaded."""
         self._next_report = clock() + REPORT_S
         self._reports: list[Future[LoadDone]] = []
-        """Copies of nothing: reports of the workers, and releases of prefixes in other engines."""
+        """Loads without entries: they fetch reports of the workers or release prefixes in other engines."""
         self._loads: dict[str, _Load] = {}
         """Copies to the device, by request id."""
         self._orphaned: list[_Load] = []
@@ -111,7 +111,7 @@ class KVTiers:
         self._held: dict[str, HeldEntries] = {}
         """Entries of loaded requests that wait for a row, by request id."""
         self._looked_up: set[str] = set()
-        """Waiting requests that have loaded their entries once."""
+        """Ids of waiting requests whose load was started once; they are not looked up again."""
         kv.tiers = self
 
     # ---- storing
@@ -144,7 +144,7 @@ class KVTiers:
 
     @property
     def futures(self) -> Collection[Future[Any]]:
-        """Return the copies under way; one that can be started counts as done."""
+        """Return the futures of copies under way; a copy that can be started counts as done."""
         futures: list[Future[Any]] = []
         for load in (*self._loads.values(), *self._orphaned):
             if load.future is not None:
@@ -154,7 +154,7 @@ class KVTiers:
         return futures
 
     def add(self, request: Request) -> None:
-        """Return: the prefix is looked up when the request is about to be admitted."""
+        """Do nothing: the prefix is looked up when the request is about to be admitted."""
 
     def must_wait(self, request: Request, *, alone: bool = False) -> bool:
         if request.id in self._loads:
@@ -162,14 +162,14 @@ class KVTiers:
         if alone or request.id in self._looked_up or not self.kv.may_share(request):
             return False
         if any(load.remote == request.remote is not None for load in self._loads.values()):
-            return True  # it is the prompt of another sequence of the same request
+            return True  # another sequence of the same request loads this prompt
         find = partial(self._find, remote=self._remote_keys(request))
         hit = self.kv.lookup(request, find)
         missing = self._missing(request, hit, find)
         if not missing:
             return False
         if len(self._loads) + len(self._orphaned) >= MAX_LOADS:
-            return True  # it is looked up again when one of them has arrived
+            return True  # it is looked up again when one of the loads has ended
         assert self.running is not None
         if not self.kv.fits(hit, len(request.tokens), self.running, spare=0):
             return False
@@ -246,7 +246,7 @@ class KVTiers:
         return kind
 
     def _start_loads(self, step: int) -> None:
-        """Start the copies that wait for no step after this one."""
+        """Start the copies that may start once `step` is done."""
         for load in self._loads.values():
             if load.future is None and load.after <= step:
                 ids = [block.id for block in load.entries]
@@ -254,7 +254,7 @@ class KVTiers:
 
     def settle(self) -> dict[str, str | None]:
         """Index entries that have arrived, and start the copies that can start. Return the requests that fail
-        with their prefix in another engine."""
+        because their prefix could not be loaded from another engine."""
         if not self.stores.steps and any(load.future is None for load in self._loads.values()):
             self._flush()
             self._start_loads(self.stores.planned + 1)
@@ -275,7 +275,7 @@ class KVTiers:
         return failed
 
     def _settle_reports(self) -> None:
-        """Count what the workers have stored; ask them from time to time, since stores have no result."""
+        """Count what the workers report, and request reports from time to time: stores have no result."""
         for report in [report for report in self._reports if report.done()]:
             self._reports.remove(report)
             if report.exception() is None:
@@ -296,8 +296,8 @@ class KVTiers:
             self._flush()
 
     def _finish_load(self, load: _Load) -> None:
-        """Index the entries that were copied to the device. One that could not be read is not in its tier any
-        more."""
+        """Index the entries that were copied to the device. An entry that could not be read is removed
+        from its tier."""
         assert load.future is not None
         error = load.future.exception()
         if error is not None:
@@ -340,7 +340,7 @@ class KVTiers:
         self._count(done)
 
     def _note_failed_transfer(self, load: _Load, problem: str) -> None:
-        """Count a prefix that could not be loaded from another engine, or not all of it."""
+        """Count and log a prefix that could not be loaded completely from another engine."""
         assert load.remote is not None
         self.stats.num_failed_transfers += 1
         log.warning(
@@ -360,7 +360,7 @@ class KVTiers:
         self.stats.disk_written_bytes += done.written_bytes
 
     def enter(self, request: Request) -> None:
-        """Hand the entries of a request to its row, which shares them next."""
+        """Release the entries held for a request; its row shares them next."""
         if not request.num_preemptions:
             num_hits = request.num_loaded
             self.stats.num_queries += max(request.prompt_len - request.num_cached, 0) + num_hits
@@ -376,7 +376,7 @@ class KVTiers:
             request.remote = None
 
     def leave(self, request: Request) -> None:
-        """Return: the prefix of a preempted request is looked up again."""
+        """Do nothing: the prefix of a preempted request is looked up again."""
 
     def drop(self, request: Request) -> None:
         self._looked_up.discard(request.id)
@@ -403,7 +403,7 @@ class KVTiers:
     def release_waiting(self, request: Request | None = None) -> bool:
         """Release the entries of loaded requests that wait for a row, except those of `request`: they stay in
         the prefix cache while no other request needs them. If there are none and no request runs, release
-        the oldest prefix that is kept for another engine."""
+        the oldest prefix that is kept for another engine. Return whether anything was released."""
         others = [id for id in self._held if request is None or id != request.id]
         for id in others:
             self._held.pop(id).release(self.kv)
@@ -437,8 +437,8 @@ class KVTiers:
             self.offers.on_close()
 
     def weights_changed(self) -> None:
-        """Write no more entries to disk, and exchange none with other engines: the weights are no longer
-        those that its files are named by, and that the others have."""
+        """Stop writing entries to disk and exchanging them with other engines. The names of the files, and
+        the other engines, belong to the old weights."""
         if self.offers is not None or self._takes_remote:
             log.warning(
                 "The weights have changed: prefixes are not exchanged with other engines until a restart"

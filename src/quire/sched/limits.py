@@ -14,11 +14,11 @@ PATIENCE = 32
 """Successful steps after which a lowered limit rises by an eighth; doubled each time it is lowered."""
 MAX_PATIENCE = 4096
 SMALLEST_SHARE = 16
-"""A request that fails alone is retried with fewer tokens per step, down to this fraction of the setting."""
+"""A request that fails alone is retried with fewer tokens per step, down to the setting divided by this."""
 
 
 class Claim(NamedTuple):
-    """Tokens of a step reserved for a waiting request of a tenant at this level."""
+    """Tokens of a step reserved for a waiting request, and the level of its tenant."""
 
     level: float
     num_tokens: int
@@ -43,7 +43,7 @@ class StepLimits:
         """Rows and tokens of the largest step that succeeded."""
         self._patience, self._num_succeeded = PATIENCE, 0
         self._tokens_before: int | None = None
-        """`max_tokens` before fewer were tried."""
+        """`max_tokens` before fewer tokens were tried; None: no retry is under way."""
 
     @property
     def budget(self) -> int:
@@ -66,7 +66,7 @@ class StepLimits:
         self, pending: Ints, levels: NDArray[np.float64] | None = None, claim: Claim | None = None
     ) -> Ints:
         """Divide the tokens of a step between rows with `pending` tokens. Decodes come first, then prompts in
-        order or by level, until the budget is spent. Rows above the level of a claim leave it its tokens."""
+        order or by level, until the budget is spent. Prompts above the level of a claim leave its tokens."""
         chunks, budget = np.minimum(pending, self.max_chunk), self.budget
         if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
             is_prompt = pending > 1

@@ -1,12 +1,13 @@
-"""LoRA scheduling: adapters are read before a request needs them and hold a slot of the device while it runs.
+"""LoRA scheduling: adapters are read before requests need them and hold a slot while requests use them.
 
-A request is admitted once its adapter is read and has a slot; until then others overtake it. An adapter keeps
-its slot while it has rows, and then until another needs it; the least recently used is evicted first. An
-adapter that always has rows must not block others for ever. After `TURN_S` in a slot that another waits for,
-it admits no more requests. When its rows have ended, the other adapter gets the slot, and newer requests of
-the first wait for a slot in turn. Slots are assigned in the order in which the queue first considered the
-adapters. With S slots the n-th waiting adapter gets one after n / S turns and the running outputs at their
-ends."""
+A request is admitted once its adapter is read and has a slot on the device; until then later requests
+overtake it. An adapter keeps its slot while it has rows, and then until another adapter needs the slot; the
+least recently used adapter is evicted first. An adapter that always has rows must not block the others for
+ever. After `TURN_S` in a slot that another adapter waits for, it admits no more requests. When its rows have
+ended, the waiting adapter gets the slot, and newer requests of the first adapter wait for a slot in turn.
+Slots are assigned in the order in which the queue first considered the adapters. With S slots, the n-th
+waiting adapter gets a slot after n / S turns, each prolonged by the outputs that are still running at its
+end."""
 
 import itertools
 import time
@@ -29,7 +30,7 @@ log = get_logger(__name__)
 TURN_S = 0.5
 """Seconds that an adapter keeps its slot before another may claim it."""
 READ_S = 600.0
-"""Seconds after which the reading of an adapter is given up."""
+"""Seconds after which the reading of an adapter counts as failed."""
 
 
 class AdapterReaders(Protocol):
@@ -52,29 +53,29 @@ class Slot:
     """Whether the device has the holder's weights, or will have with the plans made so far."""
     num_rows: int = 0
     since: float = 0.0
-    """Time at which the holder got it."""
+    """Time at which the holder got the slot."""
     used: int = 0
     """Sequence number of the last use; larger is later."""
     next: "AdapterRead | None" = None
-    """The adapter that gets the slot when its rows have ended. Until then the holder admits no requests."""
+    """The adapter that gets the slot when the holder's rows have ended; until then none are admitted."""
 
 
 @dataclass(slots=True, eq=False)
 class AdapterRead:
-    """One reading of an adapter, done or pending. While a name is read again there are two: running requests
-    continue with the older one."""
+    """One reading of an adapter, done or pending. While an adapter is read again there are two readings:
+    running requests continue with the older one."""
 
     name: str
     lora: LoRARequest
-    """The request under the unique name that the workers use."""
+    """The LoRA request with the unique adapter name that the workers use."""
     waiting: dict[str, Request] = field(default_factory=dict)
     num_calls: int = 0
-    """Number of operator calls that wait until it is read."""
+    """Number of operator calls that wait until the adapter is read."""
     future: Future[AdapterFacts] | None = None
     since: float = 0.0
     """Time at which the reading began."""
     is_new: bool = False
-    """Whether it was read again on request and has not been used yet."""
+    """Whether the adapter is read again (`load_inplace`), and no request has used this reading yet."""
     facts: AdapterFacts | None = None
     error: BaseException | None = None
     slot: Slot | None = None
@@ -100,8 +101,8 @@ class LoRAScheduler:
         vocab: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the scheduler. `max_read` adapters, or one more than there are in slots, stay in host memory.
-        Without slots no request may have an adapter."""
+        """Build the scheduler. At most `max_read` adapters stay in host memory, or one more than are in slots
+        if that is more. Without slots no request may have an adapter."""
         self.needs_recheck = False
         self.slots = [Slot(number) for number in range(max_slots)]
         self._reader = reader
@@ -111,13 +112,13 @@ class LoRAScheduler:
         """Steps without a result; the scheduler's own collection."""
         self._clock = clock
         self._newest_by_key: dict[tuple[str, str], AdapterRead] = {}
-        """By name and path: the reading that a new request gets."""
+        """The reading that a new request gets, by name and path."""
         self._by_worker_name: dict[str, AdapterRead] = {}
-        """By the workers' name, the least recently used first."""
+        """All readings by the workers' name, the least recently used first."""
         self._by_request: dict[str, AdapterRead] = {}
-        """By request id."""
+        """The reading that each request uses, by request id."""
         self._unread: dict[AdapterRead, None] = {}
-        """In the order in which they were requested."""
+        """Readings that have not begun, in the order in which they were requested."""
         self._reading: dict[AdapterRead, Future[AdapterFacts]] = {}
         self._failed: list[AdapterRead] = []
         self._out_of_vocab: dict[str, str] = {}
@@ -364,8 +365,8 @@ class LoRAScheduler:
         self.needs_recheck = True
 
     def _claim(self) -> None:
-        """Claim slots for waiting adapters from holders that have had their turn; those with the fewest rows
-        first."""
+        """Claim slots for waiting adapters from holders that have had their turn; slots with the fewest
+        rows first."""
         now, num_free = self._clock(), len(self._free_slots())
         with_claims = [slot.next for slot in self.slots if slot.next is not None]
         for adapter in [entry for entry in self._without_slot if entry not in with_claims][num_free:]:
@@ -416,7 +417,7 @@ class LoRAScheduler:
         return adapter
 
     def retire(self, name: str) -> bool:
-        """Make later requests read the adapter anew. Return whether there was one of this name."""
+        """Make later requests read the adapter anew. Return whether an adapter had this name."""
         keys = [key for key in self._newest_by_key if key[0] == name]
         for key in keys:
             del self._newest_by_key[key]

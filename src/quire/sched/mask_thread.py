@@ -54,7 +54,7 @@ def _run_jobs(
     ended: threading.Lock,
     errors: list[BaseException],
 ) -> None:
-    """Run jobs until None comes. It holds no reference to the owner, so that this can be collected."""
+    """Run jobs until None comes. The thread does not keep its `MaskThread` alive."""
     while (work := jobs.get()) is not None:
         begun.release()
         try:

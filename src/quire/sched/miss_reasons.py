@@ -1,4 +1,4 @@
-"""MissReasons: why the prefix cache had no more of a prompt."""
+"""MissReasons: explains why the prefix cache held no more tokens of a prompt."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,8 @@ from quire.data.request import Request
 from quire.data.step_plan import Ints
 
 MIN_ENTRIES, MAX_ENTRIES = 1 << 10, 1 << 15
-"""Bounds of the blocks that are remembered, which are as many as the cache has. A block takes about 500 bytes
-of host memory."""
+"""Bounds of the number of blocks that are remembered; between them, as many as the cache has. A block takes
+about 500 bytes of host memory."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -48,10 +48,10 @@ class RecentEntries(Generic[K, V]):
 class MissReasons:
     """Remembers which blocks were evicted and how known prompts went on, and explains misses by that.
 
-    A request learns nothing about prompts of other cache scopes or salts: the tokens after a prefix are found
-    by the key of the prefix, which both are a part of, and equal beginnings are searched in the same scope.
-    Salted prompts without a named API key are never found by others. Without either the prompts may be of
-    different clients: then a difference is reported by block, as the number of cached tokens is."""
+    A reason reveals nothing about prompts of other cache scopes or salts. The tokens after a prefix are found
+    by the key of the prefix, which contains scope and salt; equal first blocks are searched in the same
+    scope. Salted prompts without a named API key are never found by others. Without scope and salt, prompts
+    may be of different clients: then a difference is reported by block, as the number of cached tokens is."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class MissReasons:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`marks` are the suffixes of the keys of pages, by group; `unit` is the distance in tokens
-        of SSM states; `off_reason` is the reason for which prefix caching is off."""
+        between checkpoints of SSM states; `off_reason` is the reason for which prefix caching is off."""
         self.block_size, self.unit = block_size, unit or block_size
         self.off_reason = off_reason
         self._root_key, self._marks, self._clock = root_key, marks, clock
@@ -73,14 +73,14 @@ class MissReasons:
         self._evicted: RecentEntries[bytes, tuple[float, str]] = RecentEntries(limit)
         """Time and tier of evictions, by key of the block."""
         self._continuations: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
-        """By key of a prefix: tokens of the last prompt that went on from there, as the number of a block at
-        most as deep as the prefix, and the tokens from that block on. All keys of these blocks are added
+        """By key of a prefix: the last prompt that continued it, as a block number (at most that of the block
+        after the prefix) and the tokens from that block on. All keys of these blocks are added
         together, so the tokens are forgotten together with them."""
         self._first_blocks: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
         """Salt and LoRA adapter of the last prompt, by scope and tokens of its first block."""
 
     def evicted(self, keys: list[bytes], tier: str = "device") -> None:
-        """Record that blocks were evicted from a tier and from all above."""
+        """Record that blocks were evicted from a tier and from all tiers above it."""
         self._evicted.update(dict.fromkeys(keys, (self._clock(), tier)))
 
     def forget(self) -> None:
@@ -104,9 +104,9 @@ class MissReasons:
                 )
 
     def explain(self, request: Request, num_cached: int, num_seen: int) -> PrefixMiss | None:
-        """Return why a request that runs for the first time has `num_cached` tokens of its prompt in the
-        cache; None if no more was possible. `num_seen` tokens have pages, which is more if a checkpoint of
-        states is missing."""
+        """Return why a request that runs for the first time has only `num_cached` tokens of its prompt in
+        the cache; None if no more was possible. `num_seen` tokens have pages; these are more than
+        `num_cached` if a checkpoint of states is missing."""
         if self.off_reason:
             return PrefixMiss("off", why=self.off_reason)
         if request.params.skip_reading_prefix_cache:
@@ -129,7 +129,7 @@ class MissReasons:
         return self._compare(request, first) or PrefixMiss("never_seen", num_cached)
 
     def _compare(self, request: Request, at: int) -> PrefixMiss | None:
-        """Compare block `at` of a request with the one that followed the same prefix before."""
+        """Compare block `at` of a request with the block that followed the same prefix before."""
         size = self.block_size
         start, tokens = at * size, np.array(request.tokens[at * size : (at + 1) * size], np.int32)
         continuation = self._continuations.get(request.block_keys[at - 1] if at else self._root_key(request))
@@ -159,7 +159,7 @@ def _adapter_of(request: Request) -> str:
 
 
 def _is_media(request: Request, start: int, num_same: int, size: int) -> bool:
-    """Whether a block that has `num_same` tokens in common with another one differs in its media."""
+    """Whether a block that has `num_same` tokens in common with another block differs in its media."""
     if request.embeds is not None:
         return True
     if request.media is None:

@@ -6,7 +6,7 @@ from quire.data.lru import Lru
 from quire.data.multimodal import Array, Arrays, Media, StoredArrays, size_of
 
 _MAX_SLACK = 1.25
-"""A message larger than this multiple of an item is not kept alive for it."""
+"""An array is copied out of a message that is larger than this multiple of the array."""
 
 
 class ReceiverCache:
@@ -16,8 +16,8 @@ class ReceiverCache:
     def __init__(
         self, max_bytes: int = 0, take: Callable[[StoredArrays], bool] = lambda stored: False
     ) -> None:
-        """Build the cache. `take` keeps stored arrays alive while they are used; it returns False if they are
-        gone."""
+        """Build the cache. `take` keeps stored arrays alive while they are used; it returns False if the
+        arrays are gone."""
         self._kept: Lru[Arrays] = Lru(max_bytes)
         self._take = take
         self.num_resets = 0
@@ -55,7 +55,7 @@ class ReceiverCache:
 
 
 def _detach(arrays: Arrays) -> Arrays:
-    """Copy arrays out of their message if that is much larger."""
+    """Copy arrays out of their message if the message is much larger."""
     return {
         name: Array(array.dtype, array.shape, memoryview(bytes(array.data))) if _is_part(array) else array
         for name, array in arrays.items()

@@ -9,9 +9,9 @@ SHORT_S = 0.05
 LEAST_TOKENS = 8
 """Prompt tokens that every step may have, so that prompts make progress."""
 FIRST_TOKENS = 64
-"""Prompt tokens of a step before the cost of one is measured."""
+"""Prompt tokens of a step before the cost of a prompt token is measured."""
 NUM_SAMPLES = 8
-"""Number of recent steps kept of each kind. The fastest counts, as others may have been delayed."""
+"""Number of recent steps kept of each kind. Only the fastest counts: other steps may have been delayed."""
 
 
 class PrefillLimit:

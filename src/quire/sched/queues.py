@@ -1,8 +1,8 @@
 """Waiting queues: one class per scheduling policy, and a fair one over several queues.
 
-A removed request leaves its entry behind until this reaches the front or such entries outnumber the others.
-So no operation depends on the length of the queue, except for the logarithm of a heap. A request that enters
-again gets a new entry, which differs from its stale one."""
+A removed request leaves its entry behind until the entry reaches the front or stale entries outnumber the
+others. So the time of an operation does not grow with the queue, except for the logarithm of a heap. A
+request that enters again gets a new entry, which differs from its stale one."""
 
 import heapq
 from collections import deque
@@ -123,7 +123,7 @@ class FairQueue:
         self._make_queue = QUEUE_CLASSES[policy]
         self._shares = shares
         self._queues: dict[int, FcfsQueue | PriorityQueue] = {}
-        """By tenant with waiting requests."""
+        """Queues of the tenants with waiting requests."""
 
     def push(self, request: Request) -> None:
         if request.tenant not in self._queues:
@@ -131,7 +131,7 @@ class FairQueue:
         self._queue_of(request).push(request)
 
     def push_front(self, request: Request) -> None:
-        """Insert a request that was here before, without changing its tenant's level."""
+        """Insert a request that was in the queue before, without changing its tenant's level."""
         self._queue_of(request).push_front(request)
 
     def _queue_of(self, request: Request) -> FcfsQueue | PriorityQueue:

@@ -19,9 +19,9 @@ class RetainingPool(BlockPool):
     """A pool that reuses free blocks in this order: blocks without a prefix, blocks with expired retention
     (their session has ended), other blocks by last use, retained blocks by last use of their session.
 
-    Retained are free blocks only: a block in use needs no protection. The limits are shares of the pool. If
-    all hints together exceed theirs, the scope with the most blocks loses some first, so that no API key can
-    take the retention of the others."""
+    Only free blocks are retained: a block in use needs no protection. The limits are shares of the pool. If
+    all hints together exceed their limit, the scope with the most blocks loses some first, so that no API key
+    can take the retention of the others."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class RetainingPool(BlockPool):
             for block in blocks:
                 if block.num_users == 0 and block in self._until:
                     self._drop(block)
-                    self._free.append(block)  # from where `share` takes it
+                    self._free.append(block)  # the base class removes it from there
         super().share(blocks)
 
     def release(self, blocks: list[Block], hints: CacheHints | None = None) -> None:
         """Release the blocks of one sequence, in its order, and retain the first of them if there are
-        hints. A block that was retained before stays so until its time is over."""
+        hints. A block that was retained before stays retained until its time is over."""
         super().release(blocks)
         if hints is None and not self._until:
             return

@@ -1,4 +1,4 @@
-"""The experts of all tokens in the KV cache, so that cached prompts return the experts of their first run."""
+"""RoutedExperts: the experts of all tokens in the KV cache, so that cached prompts can return theirs."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,15 +9,15 @@ from quire.sched.running import RowIds, Running
 
 
 class RoutedExperts:
-    """Experts by slot of the KV cache, in the group of layers with full attention: a request keeps the blocks
-    of this group until it ends."""
+    """Routed experts by slot of the KV cache. The slots are those of the layer group with full attention: a
+    request keeps the blocks of this group until it ends."""
 
     def __init__(self, kv: KVManager, num_experts: int) -> None:
         self._kv = kv
         self._group = kv.windows.index(None)
         self._dtype = np.uint8 if num_experts <= 256 else np.uint16
         self._by_slot: NDArray[np.uint8 | np.uint16] | None = None
-        """[slots, MoE layers, experts per token], from the first step on."""
+        """[slots, MoE layers, experts per token]; None before the first step."""
 
     def _learn(self, routes: StepRoutes) -> None:
         """Set the experts of the tokens of a step."""
@@ -28,8 +28,8 @@ class RoutedExperts:
         self._by_slot[routes.slots[is_token]] = routes.experts[is_token]
 
     def take(self, routes: StepRoutes | None, running: Running, rows: RowIds) -> dict[str, RoutedRows]:
-        """Add the experts of a step, in the order of steps. Return by request those that these rows have not
-        returned yet; the last token of a row has not been computed."""
+        """Record the experts of a step; steps come in order. Return by request id the experts of `rows` that
+        were not returned before. The last token of a row has none: it is not computed yet."""
         taken = {}
         if routes is not None:
             self._learn(routes)

@@ -1,5 +1,6 @@
-"""Running: the requests that hold a row, as columns, so that a step over a thousand of them is a few array
-operations."""
+"""Running: the requests that hold a row, as columns of arrays.
+
+A step over a thousand requests is a few array operations."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ class Running:
 
     def __init__(self, max_rows: int, max_len: int, num_stages: int = 1) -> None:
         self.num_stages = num_stages
-        """Pipeline stages. With more than one every row needs its token values on the host."""
+        """Number of pipeline stages. With more than one, every row needs its token values on the host."""
         self.order: RowIds = np.empty(0, np.intp)
         self.requests: list[Request | None] = [None] * max_rows
         self.ids: NDArray[np.object_] = np.full(max_rows, "", np.object_)
@@ -40,28 +41,28 @@ class Running:
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.num_cached: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
-        """Including tokens in flight, which have no value yet. With drafts in flight there may be more."""
+        """Number of tokens, including those in flight without a known value. Accepted drafts add to it."""
         self.num_known: Ints = np.zeros(max_rows, np.int32)
-        """Tokens with a known value."""
+        """Number of tokens with a known value."""
         self.num_sent: Ints = np.zeros(max_rows, np.int32)
-        """Tokens with a value that all stages have."""
+        """Number of tokens whose values all pipeline stages have."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
-        """Including tokens in flight."""
+        """Number of tokens computed, including by steps in flight."""
         self.num_drafts: Ints = np.zeros(max_rows, np.int32)
-        """Draft tokens in flight: `num_tokens` may grow by up to this number."""
+        """Number of draft tokens in flight: `num_tokens` may grow by up to this number."""
         self.limit: Ints = np.zeros(max_rows, np.int32)
         self.eos_id: Ints = np.full(max_rows, -1, np.int32)
         self.min_len: Ints = np.zeros(max_rows, np.int32)
-        """No stop before the sequence has this many tokens."""
+        """Number of tokens before which the sequence does not stop."""
         self.watched = np.zeros(max_rows, np.bool_)
         """Whether tokens must be checked for more than eos and length: stop ids, repetition."""
         self.constrained = np.zeros(max_rows, np.bool_)
-        """Whether the row has a grammar or a limited reasoning."""
+        """Whether a grammar or a reasoning budget constrains the row."""
         self.tenant: Ints = np.zeros(max_rows, np.int32)
         self.needs_value = np.zeros(max_rows, np.bool_)
-        """Whether the host must have a token's value before the next can be sampled."""
+        """Whether the host must have a token's value before the next token can be sampled."""
         self.waits = np.zeros(max_rows, np.bool_)
-        """Whether drafting needs the token's value first."""
+        """Whether the row waits for the value of its last token, of which drafts are made."""
         self.drafts = np.zeros(max_rows, np.bool_)
         """Whether the row may have drafts at all."""
         self.first_len: Ints = np.zeros(max_rows, np.int32)
@@ -71,7 +72,7 @@ class Running:
         self.timed: set[int] = set()
         """Rows with requests that get their share of each step's time."""
         self.stepped_at = 0.0
-        """Time at which the last step ended, monotonic."""
+        """Monotonic time at which the last step ended, in seconds."""
         self._num_admissions = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
 
@@ -136,7 +137,7 @@ class Running:
         return pending
 
     def take_unsent(self, rows: RowIds) -> Ints:
-        """Return [2, rows]: those of `rows` with a new token that has not been sent yet, and that token."""
+        """Return [2, n]: those of `rows` with a new token that has not been sent yet, and these tokens."""
         unsent = rows[self.num_known[rows] > self.num_sent[rows]]
         self.num_sent[unsent] = self.num_known[unsent]
         return np.stack([unsent.astype(np.int32), self.tokens[unsent, self.num_known[unsent] - 1]])

@@ -55,7 +55,7 @@ class Scheduler:
         routed: RoutedExperts | None = None,
     ) -> None:
         """With several pipeline stages, no row is planned before its last token is known, and plans carry
-        these tokens; else they stay on the device. With `fair`, tokens are divided between tenants."""
+        these tokens; otherwise they stay on the device. With `fair`, tokens are divided between tenants."""
         self.kv, self.routed = kv, routed
         self.limits = StepLimits(
             max_rows=max_num_seqs,
@@ -195,8 +195,8 @@ class Scheduler:
 
     def _continue_running(self) -> tuple[Ints, Growth, Drafts] | None:
         """Return the tokens and blocks of the running rows, with drafts where possible. Requests are
-        preempted until the blocks suffice. Preemption and trials wait for the steps in flight, because a
-        request keeps all its tokens and a suspect runs alone."""
+        preempted until the blocks suffice. Preemption and trials of suspects wait for the steps in flight,
+        because a preempted request keeps all its tokens and a suspect runs alone."""
         running = self.running
         if self.fault_isolation and self.in_flight:
             return None
@@ -280,7 +280,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> dict[str, FinishReason]:
         """Handle the failure of the oldest step in flight: discard all steps in flight and requeue all
-        requests. Those of the failed step are tried one by one, so that only requests that fail alone end."""
+        requests. The requests of the failed step are tried one by one; only those that fail alone end."""
         flight = self.in_flight[0]
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
@@ -312,7 +312,7 @@ class Scheduler:
         self.adapters.empty_slots()
 
     def _clear_suspect(self, row: int) -> None:
-        """Clear the first suspect after it has computed a token alone, and requeue it for the next one."""
+        """Clear the first suspect, which got a token alone; requeue it so that the next one runs alone."""
         request = self.running.requests[row]
         if request is self.fault_isolation.next_suspect:
             self.fault_isolation.remove(request, "passed")

@@ -18,7 +18,7 @@ _NONE: Ints = np.empty(0, np.int32)
 _RECENT_PLANS = 16
 """A row that had drafts within this number of plans waits for known tokens to get more."""
 _RETRY_INTERVAL = 64
-"""Every so many plans all rows are tried."""
+"""Number of plans after which all rows are tried again."""
 
 
 class Drafts(NamedTuple):
@@ -59,10 +59,10 @@ class Drafting:
         vocab: int | None = None,
     ) -> None:
         """Build the drafter. Without a proposer the worker proposes drafts for each row that has sampled a
-        token. If it runs `ahead` of the host, rows that need token values on the host get none. `max_samples`
-        limits the sampled positions of a step, with rows padded to a power of two. `max_drafts_of` maps a
-        number of rows to the most drafts of each. Sequences have drafts up to `max_len` tokens. Proposed
-        drafts are cut at ids beyond `vocab`."""
+        token. If the worker runs `ahead` of the host, rows that need token values there have none.
+        `max_samples` limits the sampled positions of a step, with rows padded to a power of two.
+        `max_drafts_of` maps a number of rows to the most drafts of each. Sequences have drafts up to
+        `max_len` tokens. Proposed drafts are cut at ids beyond `vocab`."""
         self._max_drafts_of = max_drafts_of
         self._max_len = max_len
         self._vocab = vocab
@@ -77,7 +77,7 @@ class Drafting:
         self._drafted_in: dict[int, int] = {}
         """By row: the last plan in which it had drafts."""
         self._has_sure_draft: set[int] = set()
-        """Rows with a last proposal that was sure."""
+        """Rows whose last proposal was sure."""
 
     def draft(self, running: Running, chunks: Ints, budget: int) -> Drafts:
         """Draft up to `budget` tokens for the rows of `running.order`, which compute `chunks`."""
@@ -142,8 +142,8 @@ class Drafting:
         return may_draft
 
     def _rows_by_kind(self, rows: RowIds) -> RowIds:
-        """Return the row numbers used by the pace, which treats sure drafts of a row separately from
-        others."""
+        """Return the row numbers used by `AdaptiveDraftLength`, which tracks sure drafts of a row separately
+        from ordinary ones."""
         if self._proposer is None:
             return rows
         return rows * NUM_DRAFT_KINDS + np.array(
@@ -151,8 +151,8 @@ class Drafting:
         )
 
     def _max_drafts_before_min_len(self, running: Running, rows: RowIds) -> Ints:
-        """Return the most drafts for which `min_tokens` applies, or not, however many are accepted. The
-        worker learns of lengths too late."""
+        """Return the most drafts of each row for which `min_tokens` applies to all or none of them, however
+        many are accepted. The worker does not have the lengths in time."""
         num_tokens, min_len = running.num_tokens[rows], running.min_len[rows]
         is_free = num_tokens >= min_len
         left: Ints = np.where(

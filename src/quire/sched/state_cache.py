@@ -13,9 +13,9 @@ from quire.sched.retention import RetainingPool
 from quire.sched.running import RowIds, Running
 
 _NEVER = 1 << 30
-"""Boundary of a row that has none left."""
+"""Value of `next` for a row that has no boundary left."""
 _LEAST_HALF = 1024
-"""Prompts are halved down to this number of tokens."""
+"""Least number of tokens at which a half of a prompt is a boundary."""
 
 
 class _Save(NamedTuple):
@@ -32,7 +32,7 @@ class StateCache:
 
     A page serves any request that shares it, but a state is of use only to requests that share all of its
     tokens. So states are copied to slots at chosen boundaries of a prompt, and steps end there. The key of a
-    checkpoint is that of the last page of its prefix.
+    checkpoint is the key of the last page of its prefix and `STATE_MARK`.
 
     A step reads checkpoints before it computes and writes them afterwards, and steps run in order. So a slot
     may be written by the step that reads it, and a checkpoint is found from the next step on."""
@@ -49,9 +49,10 @@ class StateCache:
         whole_items: bool = False,
     ) -> None:
         """Build the cache. Boundaries are multiples of `unit` tokens, which is a multiple of the block size.
-        A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt. If
-        it continues a checkpoint, it has none in the `least_gap` tokens after it, and none in a quarter of
-        them where it departs from known prompts. With `whole_items`, no step ends inside of a media item."""
+        A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt. A
+        prompt that continues a checkpoint has no boundary in the `least_gap` tokens after it; the boundary
+        where it departs from known prompts needs a quarter of this gap. With `whole_items`, no
+        step ends inside of a media item."""
         self.pool = RetainingPool(num_slots + 1)
         self.block_size, self.unit, self.interval = block_size, unit, interval
         self.least_gap = least_gap
@@ -75,7 +76,7 @@ class StateCache:
         return 0
 
     def use(self, key: bytes, hints: CacheHints | None = None) -> int:
-        """Return the slot of a checkpoint; it is now the last to be evicted, and retained by the hints."""
+        """Return the slot of a checkpoint, which is now the last to be evicted and retained by the hints."""
         slot = self.pool.find(key + STATE_MARK)
         assert slot is not None, "lookup() found no checkpoint"
         self.pool.share([slot])
@@ -124,7 +125,7 @@ class StateCache:
 
     def take(self, running: Running, rows: RowIds, lengths: Ints) -> None:
         """Take checkpoints of those of `rows` that compute up to a boundary, `lengths[i]`, in the step being
-        planned. None is taken if another row has it, or if all slots are taken in this step.
+        planned. No checkpoint is taken if it is cached or planned already, or if no slot is free.
 
         A checkpoint never contains drafts: boundaries lie before the last token of the tokens that a row was
         admitted with, and a row has no drafts before its last token is the only one to compute."""

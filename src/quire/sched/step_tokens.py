@@ -18,7 +18,7 @@ class SequenceEnd(NamedTuple):
     """Position and reason of a sequence's end."""
 
     place: int
-    """Index of its last token among the new tokens."""
+    """Index of the sequence's last token among the new tokens."""
     reason: str
     stop_reason: int | str | None
     keeps_last: bool
@@ -82,7 +82,7 @@ class StepTokens:
         return ends
 
     def cut(self, ends: dict[int, SequenceEnd]) -> None:
-        """Drop the tokens behind the ends."""
+        """Drop the tokens behind the ends of their sequences."""
         counts = self.result.counts
         if not len(counts) or not ends:
             return

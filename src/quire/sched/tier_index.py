@@ -12,7 +12,7 @@ class TierIndex:
     """Entries in host memory or on disk by key, in the order of their last use, each in a numbered slot.
 
     A block gets a slot by `allot` before it is copied, and is found from `commit` on. An entry is pinned
-    while it is read: it is not evicted then."""
+    while it is read; pinned entries are not evicted."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -24,9 +24,9 @@ class TierIndex:
         self._free_slots: list[int] = []
         self._num_numbered = 0
         self.on_stored: Callable[[bytes], None] = lambda key: None
-        """Called with the key of a block that is now here."""
+        """Called with the key of a block that the tier now holds."""
         self.on_removed: Callable[[bytes], None] = lambda key: None
-        """Called with the key of a block that is not here any more."""
+        """Called with the key of a block that the tier no longer holds."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -35,11 +35,11 @@ class TierIndex:
         return iter(self._slots)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the block is here, or on its way."""
+        """Whether the tier holds the block, or a copy into the tier is under way."""
         return key in self._slots or key in self._being_copied
 
     def find(self, key: bytes) -> int | None:
-        """Return the slot of a block, which counts from 1; None: it is not here."""
+        """Return the slot of a block, counted from 1; None: the tier does not hold the block."""
         return self._slots.get(key)
 
     def allot(self, key: bytes) -> tuple[int, bytes | None] | None:
@@ -86,7 +86,7 @@ class TierIndex:
             del self._pins[key]
 
     def remove(self, key: bytes) -> bool:
-        """Remove an entry, unless it is pinned; return whether it was here."""
+        """Remove an entry, unless it is pinned; return whether it was removed."""
         if key in self._pins or (slot := self._slots.pop(key, None)) is None:
             return False
         self._free_slots.append(slot)
@@ -131,5 +131,5 @@ class EntryTiers:
         return ON_DISK if self.disk is not None and self.disk.find(key) else REMOTE
 
     def source(self, slot: int) -> TierIndex | None:
-        """Return the tier here that an entry is loaded from, if any."""
+        """Return the local tier that an entry with this slot is loaded from; None: another engine has it."""
         return None if slot == REMOTE else self.host if slot else self.disk

@@ -19,7 +19,7 @@ class LowerTiers(AdmissionCheck, Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether blocks are being copied, or wait for it."""
+        """Whether blocks are being copied or wait to be copied."""
 
     def note_evicted(self, blocks: list[Block]) -> None:
         """Record blocks before their prefixes are evicted from the device."""
@@ -41,7 +41,7 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Return the counts since the last call."""
 
     def flush_stores(self) -> None:
-        """Copy what waits for the next step, because none is planned."""
+        """Copy the blocks that wait for the next step now, because no step is planned."""
 
     def drain(self) -> None:
         """Wait for the copies under way and release all blocks, unless steps are in flight."""
@@ -50,11 +50,11 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Forget all blocks."""
 
     def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
-        """Keep the prefix of a request that has ended for this reason, if it is for another engine. Return
-        its `kv_transfer_params`."""
+        """Keep the prefix of a request that has ended for this reason, if another engine shall read it.
+        Return its `kv_transfer_params`, or None."""
 
     def close(self) -> None:
-        """Keep nothing for other engines any more."""
+        """End the exchange of prefixes with other engines."""
 
     def weights_changed(self) -> None:
-        """Write no more blocks to disk, and exchange none with other engines."""
+        """Stop writing blocks to disk and exchanging them with other engines."""

@@ -1,8 +1,8 @@
 """TierStores: copies of KV cache entries from the device to host memory and disk.
 
-An entry is copied to host memory when it is evicted from the device, or shortly before, and to disk when it
-is full. The copy is part of a step, before it computes: steps run in order, so the entry is complete and not
-yet overwritten."""
+An entry is copied to host memory when it is evicted from the device, or shortly before, and to disk as soon
+as it is full. The copy is part of a step, before it computes: steps run in order, so the entry is complete
+and not yet overwritten."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ from quire.sched.kv_manager import is_salted
 from quire.sched.tier_index import EntryTiers, TierIndex
 
 AHEAD_SHARE = 1 / 4
-"""Share of the blocks, the next ones to be evicted, that are copied to host memory before. If fewer are free,
-blocks of running requests are copied, too."""
+"""Share of all blocks, the next to be evicted, that are copied to host memory before their eviction. If fewer
+blocks are free, blocks of running requests are copied, too."""
 NUM_AHEAD = 64
-"""Most blocks that a step copies ahead, beside as many as it fills."""
+"""Most blocks that a step copies ahead, in addition to as many as it fills."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _InFlight:
     to_host: list[bytes]
     to_disk: list[bytes]
     dropped: list[bytes] = field(default_factory=list)
-    """Keys of files that it deletes."""
+    """Keys of files that the step deletes."""
 
 
 class TierStores:
@@ -43,17 +43,17 @@ class TierStores:
         self.disk_is_off = False
         """Whether a worker cannot write to its disk any more."""
         self.planned = 0
-        """The last planned step."""
+        """Number of the last planned step."""
         self.steps: dict[int, _InFlight] = {}
-        """Planned steps without a result."""
+        """Planned steps without a result, by number."""
         self.unwritten: set[bytes] = set()
         """Keys of entries that steps in flight fill."""
         self.evicted: dict[bytes, int] = {}
-        """Evicted entries that the next step stores, by key."""
+        """Ids of evicted entries that the next step stores, by key."""
         self.dropped: list[bytes] = []
         """Keys of files to delete."""
         self.num_failed = 0
-        """Entries that were not stored, because no slot was free."""
+        """Number of entries that were not stored, because no slot was free."""
         self.sizes: list[int] = []
         """Bytes of each copy."""
         self.is_unreported = False
@@ -192,7 +192,7 @@ class TierStores:
         return slot
 
     def finish_step(self, step: int) -> None:
-        """Index what a step has stored, and let the next one write its full entries to disk."""
+        """Index what a step has stored, and let the next step write the entries that it filled to disk."""
         done = self.steps.pop(step)
         self._commit(done)
         for key, block in done.filled:

@@ -1,4 +1,4 @@
-"""The CPU as a device."""
+"""CpuDevice: runs steps on the CPU."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -42,9 +42,9 @@ from quire.worker.spec.drafter import Drafter, SampleDrafts, SequenceEnds, Targe
 from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
 
 _MAX_BUFFERS = 32
-"""Most input buffers kept for steps that are not taped, the most recently used."""
+"""Most input buffers kept for steps that are not taped; the least recently used is dropped."""
 Sample = Callable[..., Tensor]
-"""Takes logits, `SamplingTensors` and optionally `ConstrainedHost`."""
+"""Samples token ids from logits, `SamplingTensors` and optionally `ConstrainedHost`."""
 
 
 def sample_tokens(
@@ -54,7 +54,8 @@ def sample_tokens(
 
 
 class CpuDevice:
-    """Runs steps on the CPU. Steps are synchronous: all values are known before the next step."""
+    """Runs steps on the CPU, synchronously: all values are known before the next step. Small decode steps
+    are recorded as tapes of kernel calls and replayed, like CUDA graphs."""
 
     def __init__(self, model: Model, all_rows: Rows, sample: Sample | None = None) -> None:
         self.model = model

@@ -110,8 +110,8 @@ class DeviceStep:
     receive: Callable[[Tensor], None] | None = None
 
     def compute(self) -> Any:
-        """Run the layers. The last stage returns a `ForwardResult`, another one `IntermediateTensors`, which
-        the next step may overwrite."""
+        """Run the layers. The last pipeline stage returns a `ForwardResult`; others return
+        `IntermediateTensors`, which the next step may overwrite."""
         if self.intermediate_tensors is not None and self.receive is not None:
             self.receive(self.intermediate_tensors)
         return self.run()
@@ -129,7 +129,7 @@ class Device(Protocol):
         before the last. The layers have a small cache of `bound` bytes, which will be freed."""
 
     def warm_up(self, config: EngineConfig) -> None:
-        """Prepare for the first request; the cache is allocated."""
+        """Prepare for the first request, after the cache was allocated."""
 
     def use_drafter(
         self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
@@ -139,7 +139,7 @@ class Device(Protocol):
         most `max_tokens` per step."""
 
     def forget(self) -> None:
-        """Drop everything that holds addresses of weights or cache: they will move."""
+        """Drop everything that holds addresses of weights or cache, which will move."""
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         """Prepare the inputs of a step and return it, ready to run."""
@@ -204,13 +204,13 @@ class Model:
     """[N, hidden] -> [N, vocab]; with LoRA, the second argument has the adapters of the rows."""
     attention: AttentionBackend
     link: StageLink | None = None
-    """None without pipeline parallelism."""
+    """Connection to other pipeline stages; None without pipeline parallelism."""
     ep: ExpertDispatch | None = None
     """Expert-parallel dispatch; None if all experts are on this device."""
     adapters: AdapterSlots | None = None
     """LoRA adapter slots; None if LoRA is off."""
     encoder: MediaEncoder | None = None
-    """Encoder of images, videos and audio."""
+    """Encoder of images, videos and audio; None for text-only models and later stages."""
     bidirectional: bool = False
     """Whether the tokens of an item attend to each other bidirectionally."""
     causal_groups: tuple[int, ...] = ()
@@ -277,8 +277,8 @@ class Model:
         )
 
     def hidden(self, batch: Batch) -> Any:
-        """Run the layers: return [T, hidden] (`HiddenWithAux` for some drafts), or tensors to send."""
-        last_visible = batch.last_visible  # the batch may be one of its groups
+        """Run the layers. Return [T, hidden], `HiddenWithAux` for some drafters, or the tensors to send."""
+        last_visible = batch.last_visible  # the batch is the first of its groups
         routes: list[Tensor] | None = None if self.routes_group is None else []
         for number, group in enumerate(batch.groups):
             group.last_visible = None if number in self.causal_groups else last_visible

@@ -35,11 +35,11 @@ _ENDING = ".kv"
 _UNFINISHED = ".tmp"
 _NUM_READERS = 4
 _MAX_WAITING_BYTES = 1 << 30
-"""Most bytes that wait to be written; more blocks are not stored."""
+"""Most bytes that wait to be written; further blocks are not stored."""
 _LOCK_S = 10.0
-"""Seconds in which the previous process may release the directory."""
+"""Seconds to wait until a previous process releases the directory."""
 _CLOSE_S = 30.0
-"""Seconds to write the last blocks at the end."""
+"""Most seconds to wait for pending writes."""
 Bytes = NDArray[np.uint8]
 
 
@@ -57,7 +57,7 @@ def _digest(key: bytes, data: Bytes) -> bytes:
 
 
 class DiskTier:
-    """Files of blocks by key. A thread of its own writes them."""
+    """Files of blocks by key. A separate thread writes them."""
 
     def __init__(self, folder: Path, *, model: bytes, block_bytes: int) -> None:
         """Open or create the folder of a model. `model` is the digest of everything that the contents of a
@@ -77,7 +77,7 @@ class DiskTier:
         self._writer.start()
 
     def _open_folder(self) -> int:
-        """Create and lock the folder, for its user alone."""
+        """Create the folder for its user alone and lock it; return the descriptor of the lock file."""
         try:
             self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -128,7 +128,7 @@ class DiskTier:
         return left // max(self.block_bytes, 1)
 
     def write(self, keys: Sequence[bytes], contents: ContentsLater) -> None:
-        """Write blocks later; those with an empty key are left out, and all if too many are waiting."""
+        """Queue blocks for writing. Those with an empty key are skipped, and all if too many bytes wait."""
         num_bytes = sum(map(bool, keys)) * self.block_bytes
         with self._lock:
             if self.is_off or self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
@@ -149,7 +149,7 @@ class DiskTier:
         except OSError as error:
             self.is_off = True
             log.warning(
-                "The KV cache on disk is off: %s cannot be written: %s. Blocks that are there are still read",
+                "The KV cache on disk is off: %s cannot be written: %s. Blocks on disk are still read",
                 self.folder,
                 error.strerror or error,
             )
@@ -173,7 +173,7 @@ class DiskTier:
             raise
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete files, after the blocks that wait are written."""
+        """Queue the deletion of files, after the blocks that are queued for writing."""
 
         def remove() -> None:
             for key in keys:
@@ -189,7 +189,7 @@ class DiskTier:
     # ---- reading
 
     def read(self, keys: Sequence[bytes]) -> list[Bytes | None]:
-        """Return the contents of blocks; None for those that are missing or damaged. Blocks that wait are
+        """Return the contents of blocks; None for those that are missing or damaged. Queued blocks are
         written first."""
         self.flush()
         began = time.monotonic()
@@ -199,7 +199,7 @@ class DiskTier:
         return blocks
 
     def take_times(self, done: LoadDone) -> None:
-        """Add what was read and written since the last call, and whether the tier is off."""
+        """Add times and bytes of reads and writes since the last call, and whether the tier is off."""
         with self._lock:
             done.read_s += self._read_s
             done.write_s += self._write_s
@@ -208,7 +208,7 @@ class DiskTier:
         done.is_off = done.is_off or self.is_off
 
     def flush(self) -> None:
-        """Wait until the blocks that wait now are written."""
+        """Wait until the queued blocks are written, at most `_CLOSE_S` seconds."""
         done = threading.Event()
         self._jobs.put(done.set)
         done.wait(_CLOSE_S)
@@ -229,7 +229,7 @@ class DiskTier:
         return block
 
     def close(self) -> None:
-        """Write what waits, and release the folder."""
+        """Write the queued blocks, and release the folder."""
         self._jobs.put(None)
         self._writer.join(_CLOSE_S)
         self._readers.shutdown()
@@ -257,7 +257,7 @@ def _write_fully(descriptor: int, data: bytes | memoryview) -> None:
 
 def open_disk_tier(config: EngineConfig, rank: Rank, block_bytes: int, ending: str = "") -> DiskTier | None:
     """Open the folder of this model and rank in kv_offloading_dir, with a name that ends with `ending`; None
-    if there is no such setting."""
+    if the setting is missing."""
     if config.cache.kv_offloading_dir is None:
         return None
     model = model_digest(config)

@@ -26,7 +26,7 @@ class Balancer:
     def __init__(self, layers: Sequence[Experts], group: Group, eplb: Eplb) -> None:
         self.layers, self.group, self.eplb = layers, group, eplb
         for layer in layers:
-            layer.weights.by_expert()  # raises if they cannot move
+            layer.weights.by_expert()  # raises if the weights cannot move
         self._count_interval = math.gcd(eplb.window_size, eplb.step_interval)
         """Steps per count: window and interval are multiples of it."""
         self._window: deque[Tensor] = deque(maxlen=eplb.window_size // self._count_interval)

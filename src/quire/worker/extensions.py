@@ -1,4 +1,4 @@
-"""Logits processors of the operator in a worker, and the configuration that they read."""
+"""Custom logits processors in a worker, and the configuration that they read under vLLM's names."""
 
 from functools import partial
 from typing import Any

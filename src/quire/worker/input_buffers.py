@@ -131,7 +131,7 @@ def _bytes_of(plan: StepPlan) -> bytes:
 
 
 def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows, query_len: int) -> None:
-    """Fill the arrays that stay while the same rows compute as many tokens for the same requests."""
+    """Fill the arrays that do not change while rows, requests and tokens per row stay the same."""
     rows, sampling, state = plan.rows, plan.logit_rows, all_rows.sampling
     num_seqs, count = len(rows), len(sampling)
     starts = into["query_starts"]
@@ -210,7 +210,7 @@ def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int
 
 
 def pad(into: Arrays, num_seqs: int) -> None:
-    """Pad a step of `num_seqs` sequences: the last one gets all further tokens, those between none."""
+    """Pad a step of `num_seqs` sequences: the last one gets all padding tokens, those between none."""
     starts = into["query_starts"]
     starts[num_seqs + 1 :] = starts[num_seqs]
     starts[-1] = len(into["token_ids"])

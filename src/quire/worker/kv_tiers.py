@@ -1,6 +1,6 @@
 """The lower tiers of a worker: copies of KV cache entries to host memory and disk, and back.
 
-An entry is one row of bytes there: a block's pages of all layers, or a checkpoint of their states."""
+There, an entry is one row of bytes: a block's pages of all layers, or a checkpoint of their states."""
 
 import threading
 import time
@@ -39,7 +39,7 @@ class CacheEntries:
 
     @torch.inference_mode()
     def gather(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the contents of entries [n, entry_bytes], in `out` if it is there."""
+        """Return the contents of entries [n, entry_bytes], in `out` if it is given."""
         if out is None:
             out = torch.empty((len(ids), self.entry_bytes), dtype=torch.uint8, device=ids.device)
         for rows, part in self._parts(out):
@@ -53,7 +53,7 @@ class CacheEntries:
             rows.index_copy_(0, ids + self.first, part)
 
     def _parts(self, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return each tensor with its part of `contents`, both as numbers as wide as possible."""
+        """Return each tensor with its part of `contents`, both as 8-byte numbers if they are aligned."""
         first = 0
         for rows in self.tensors:
             size = rows[0].numel()
@@ -75,14 +75,14 @@ def state_slots(checkpoints: StateCheckpoints) -> CacheEntries:
 
 
 def _is_aligned(rows: Tensor) -> bool:
-    """Whether bytes can be read as numbers of 8 bytes."""
+    """Whether bytes can be viewed as numbers of 8 bytes."""
     sizes = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return rows.stride(-1) == 1 and rows.data_ptr() % 8 == 0 and not any(size % 8 for size in sizes)
 
 
 def _merged(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors with runs of equal ones at equal distances in memory as one [num_entries, n, size],
-    so that a copy takes few kernels."""
+    """Merge each run of n tensors of equal size and at equal distances in memory into one tensor
+    [num_entries, n, size], so that a copy takes few kernels."""
     merged: list[Tensor] = []
     runs: list[list[Tensor]] = []
     for rows in sorted(tensors, key=Tensor.data_ptr):
@@ -125,7 +125,7 @@ class BlockCopies(Protocol):
     entries: CacheEntries
 
     def new_slots(self, count: int) -> Tensor:
-        """Return memory for `count` entries, with one more in front, which is not used."""
+        """Return memory [count + 1, entry_bytes] for `count` entries; row 0 belongs to none."""
 
     def begin_step(self) -> None:
         """Order the next step after the copies to the host that were started with `ahead`."""
@@ -134,8 +134,8 @@ class BlockCopies(Protocol):
         self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
     ) -> "CopiedBlocks | None":
         """Start to copy entries to the host, in the order of the steps: those with `rows[i] > 0` to that row
-        of `slots`, and with `keep` all of them to memory that is returned. With `ahead`, the next step may
-        run meanwhile: it does not overwrite them."""
+        of `slots`, and with `keep` all of them to memory that is returned. With `ahead`, the next step,
+        which does not overwrite these entries, may run meanwhile."""
 
     def begin_in(self) -> None:
         """Order the next copies to the device after the steps that were submitted."""
@@ -151,14 +151,14 @@ class BlockCopies(Protocol):
 
 
 class CopiedBlocks(Protocol):
-    """Entries on their way to the host."""
+    """Entries that are being copied to the host."""
 
     def wait(self) -> NDArray[np.uint8]:
         """Wait for the copy and return the contents [n, entry_bytes]."""
 
 
 class HostBlocks:
-    """Entries that are in host memory."""
+    """Entries that have been copied to host memory."""
 
     def __init__(self, contents: Tensor) -> None:
         self._contents = contents
@@ -178,7 +178,7 @@ class CpuBlockCopies:
         return torch.empty((count + 1, self.entries.entry_bytes), dtype=torch.uint8)
 
     def begin_step(self) -> None:
-        """Return: the copies are done when they have been started."""
+        """Do nothing: copies are done once they have been started."""
 
     def start_out(
         self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
@@ -186,19 +186,19 @@ class CpuBlockCopies:
         began = time.monotonic()
         contents = self.entries.gather(torch.tensor(ids))
         if slots is not None:
-            slots[torch.tensor(rows)] = contents  # row 0 takes those without a slot
+            slots[torch.tensor(rows)] = contents  # row 0 takes the entries without a slot
         self._out_s += time.monotonic() - began
         return HostBlocks(contents) if keep else None
 
     def begin_in(self) -> None:
-        """Return: steps are done when they have been submitted."""
+        """Do nothing: steps are done once they have been submitted."""
 
     def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
         rows = [torch.as_tensor(part) for part in contents]
         self.entries.scatter(torch.tensor(ids), torch.stack(rows))
 
     def wait_in(self) -> None:
-        """Return: the copies are done when they have been started."""
+        """Do nothing: copies are done once they have been started."""
 
     def take_out_s(self) -> float:
         seconds, self._out_s = self._out_s, 0.0
@@ -216,7 +216,7 @@ class KindTiers:
         """Held while a load writes to the cache, and while the cache is replaced."""
 
     def store(self, stores: BlockStores, *, ahead: bool) -> None:
-        """Copy entries to their host slots and files; files are written later, as many as may wait."""
+        """Copy entries to their host slots, and queue their files, as many as may wait."""
         written = [at for at, is_written in enumerate(stores.to_disk) if is_written]
         written = written[: 0 if self.disk is None else self.disk.num_free]
         others = {at for at, slot in enumerate(stores.slots) if slot}.difference(written)
@@ -229,7 +229,7 @@ class KindTiers:
                 self.disk.write(part.keys, out)
 
     def load(self, load: BlockLoad, places: Sequence[int], remote: RemoteRead | None = None) -> list[int]:
-        """Copy the entries at these places to the device; return the places of those that cannot be read."""
+        """Copy the entries at these indices to the device; return those indices that cannot be read."""
         failed: list[int] = []
         with self._entering:
             self.copies.begin_in()
@@ -246,7 +246,7 @@ class KindTiers:
     def _read(
         self, load: BlockLoad, places: Sequence[int], remote: RemoteRead | None
     ) -> dict[int, NDArray[np.uint8] | Tensor]:
-        """Return the contents of the entries that can be read, by place."""
+        """Return the contents of the entries that can be read, by index in `load`."""
         contents: dict[int, NDArray[np.uint8] | Tensor] = {}
         elsewhere = [place for place in places if load.slots[place] == REMOTE]
         if elsewhere and remote is not None:
@@ -270,7 +270,7 @@ class KindTiers:
 
 
 class WorkerTiers:
-    """The lower tiers of one worker. Stores run in the order of steps, loads in threads beside them."""
+    """The lower tiers of one worker. Stores run in the order of steps, loads in threads while steps run."""
 
     def __init__(self, kinds: Sequence[KindTiers], remote: RemoteEngines | None = None) -> None:
         """Build the tiers of pages, and of checkpoints of states if there are any."""
@@ -318,8 +318,8 @@ class WorkerTiers:
         return done
 
     def read(self, ids: Sequence[int], out: memoryview | None, *, are_states: bool) -> NDArray[np.uint8]:
-        """Return the contents of entries on the device [n, entry_bytes], in `out` if it is there. Nothing may
-        write to them meanwhile."""
+        """Return the contents of entries on the device [n, entry_bytes], in `out` if it is given. Nothing may
+        write to these entries meanwhile."""
         entries = self.kinds[are_states].copies.entries
         shape, target = (len(ids), entries.entry_bytes), None
         if out is not None:

@@ -90,14 +90,14 @@ class LoadedModel:
         """Drop the weights and everything that references them."""
         self.model: Any = None
         self.encoder: MediaEncoder | None = None
-        """None for text-only models, and in pipeline stages after the first."""
+        """Multimodal encoder; None for text-only models, and in pipeline stages after the first."""
         self.draft: Any = None
-        """The draft model; None without one."""
+        """The draft model; None if no model proposes drafts."""
         self.drafter: Drafter | None = None
         self.slots: AdapterSlots | None = None
-        """None if LoRA is off."""
+        """LoRA adapter slots; None if LoRA is off."""
         self.twins: LayerTwins | None = None
-        """Layers from before loading; None if their weights cannot be updated."""
+        """The layers as they were before loading; None if their weights cannot be updated."""
         if self.offload is not None:
             self.offload.close()
         self.offload = None

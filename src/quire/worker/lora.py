@@ -1,4 +1,4 @@
-"""LoRA adapters of a worker: those in host memory, and those in the slots of the device."""
+"""LoRAManager: the LoRA adapters of a worker, in host memory and in the slots of the device."""
 
 import threading
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from quire.memory import human
 log = get_logger(__name__)
 
 _MOST_SPARES, _SPARE_BYTES, _QUIET_S = 4, 1 << 30, 1.0
-"""Limits of pinned memory for future adapters: buffers, bytes, and idle time before it is pinned."""
+"""Limits of pinned memory for future adapters: buffers, bytes, and idle seconds before it is pinned."""
 
 
 class _CachedAdapter(NamedTuple):
@@ -28,7 +28,7 @@ class _CachedAdapter(NamedTuple):
 
 
 class _Spares(threading.Thread):
-    """Pins memory for future adapters, once none has been read for a while."""
+    """Pins memory for future adapters, once no adapter has been read for `_QUIET_S`."""
 
     def __init__(self, slots: AdapterSlots, max_cached: int) -> None:
         super().__init__(name="quire-pinning", daemon=True)
@@ -40,7 +40,7 @@ class _Spares(threading.Thread):
         self.start()
 
     def request(self, size: int) -> None:
-        """Request buffers for adapters of `size` elements, that of the last one."""
+        """Request buffers for adapters of `size` elements, the size of the adapter read last."""
         self._size = size
         self._requested.set()
 
@@ -167,7 +167,7 @@ def no_extra_vocab_reason(config: EngineConfig) -> str:
 
 
 def check_slots(slots: AdapterSlots, free: int) -> None:
-    """Raise if there is no memory for the slots."""
+    """Raise ConfigError if there is not enough free memory for the slots."""
     if slots.num_bytes <= free:
         return
     per_number = slots.max_slots * slots.dtype.itemsize

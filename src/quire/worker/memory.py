@@ -25,7 +25,7 @@ class Needs:
     """Memory of a worker without the cache, in bytes."""
 
     weights: int
-    """Weights on the device; those of offloaded layers are not."""
+    """Weights on the device, without those of offloaded layers."""
     activations: int
     """Peak of the largest step, with all sampling features in all rows."""
     graphs: int = 0
@@ -42,7 +42,7 @@ class Needs:
     """Memory of the device's libraries, and of other processes on it."""
 
     def with_peak(self, activations: int) -> "Needs":
-        """Return the needs with another computation after the step: the larger of both peaks counts."""
+        """Return the needs with another computation after the step: the larger of the two peaks counts."""
         return replace(self, activations=max(self.activations, activations))
 
     @property
@@ -54,7 +54,7 @@ class Needs:
         return replace(self, weights=self.weights - num_bytes, buffers=num_bytes)
 
     def with_slots(self, num_bytes: int, device: str) -> "Needs":
-        """Return the needs with adapter slots, which a GPU has counted as `other`."""
+        """Return the needs with adapter slots, which are measured as `other` on a GPU."""
         other = self.other - num_bytes if device == "cuda" else self.other
         return replace(self, adapters=num_bytes, other=other)
 
@@ -92,8 +92,8 @@ def free_bytes(machine: Machine) -> int:
 
 
 def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> CacheRoom:
-    """Return the memory for the cache: a fixed number if the user gave one, else what gpu_memory_utilization
-    leaves beside `other_bytes`."""
+    """Return the memory for the cache: a fixed number of bytes if the user set one, otherwise what
+    gpu_memory_utilization leaves beside `other_bytes`."""
     total = machine.total_bytes
     if cache.kv_cache_memory_bytes is not None:
         kv_bytes = cache.kv_cache_memory_bytes
@@ -127,8 +127,8 @@ def bind(
     device: torch.device,
 ) -> int:
     """Give every layer its part of a cache of `num_blocks` blocks, and return the bytes of all. Paged layers
-    share a slab with one layer of each other group; the others get a state per row, and one for padding. Of
-    SSM states there are `layout.states_per_row` for each of these; states of checkpoints follow."""
+    share a slab with one layer of each other group. Other layers get a state per row, and one for padding;
+    SSM layers get `layout.states_per_row` states for each of these, followed by those of checkpoints."""
     per_number = num_blocks * block_size * cache_dtype.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)

@@ -1,4 +1,4 @@
-"""The runner of a pooling model: rows get a vector instead of a token."""
+"""PoolingRunner: the runner of a pooling model, in which rows get a vector instead of tokens."""
 
 import functools
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class PoolingRunner:
         """Sliding window of each layer group; None for a model without a cache."""
         self.params: dict[int, PoolingParams] = {}
         self.partial = torch.zeros((max_rows, pooler.hidden), device=device)
-        """State of prompts in several chunks: the sum so far, or the first hidden state."""
+        """State [hidden] of prompts in several chunks, by row: the sum so far, or the first hidden state."""
         self.states: dict[int, list[Tensor]] = {}
         """Hidden states of all tokens, for rows that pool by token."""
         self.second_start: Ints = np.full(max_rows, _NO_SECOND, np.int32)
@@ -102,7 +102,7 @@ class PoolingRunner:
                 self.states[new.row] = []
 
     def _needs_states(self, params: PoolingParams) -> bool:
-        """Return whether the output is computed of the hidden states of all tokens."""
+        """Whether the output is computed from the hidden states of all tokens."""
         head = self.pooling.head_of(params.task)
         return params.is_by_token or (head is not None and bool(head.reduce))
 
@@ -174,7 +174,7 @@ class PoolingRunner:
         return Pooled.of(post_process(vector, params, self.pooling))
 
     def _pool_texts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
-        """Update the state of all rows; return the vectors of rows that end."""
+        """Update the state of all rows; return the vectors of rows that end their prompt."""
         rows = torch.from_numpy(plan.rows.astype(np.int64)).to(self.device)
         started = torch.from_numpy(self.all_rows.num_computed[plan.rows] > 0).to(self.device)
         before = torch.where(started[:, None], self.partial[rows], 0.0)
@@ -247,7 +247,7 @@ class PoolingRunner:
         return batch
 
 
-# ---- the types of pooling: (hidden states, batch, kept state of the rows, whether there is any)
+# ---- pooling types: functions of hidden states, batch, kept states of the rows, and which are kept
 
 Gather = Callable[[Tensor, Batch, Tensor, Tensor], Tensor]
 

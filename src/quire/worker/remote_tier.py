@@ -1,6 +1,6 @@
 """RemoteEngines: reads entries of the KV cache that other engines keep.
 
-A read opens a connection, so that nothing is left of an engine that has ended or was replaced."""
+Each prefix is read over its own connection, so that nothing is left of an engine that has ended."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ _AT_ONCE_BYTES = 32 << 20
 _MAX_BYTES = 1 << 30
 """Size limit of an answer; ZMQ closes connections that send a larger one."""
 _UNREACHABLE_S = 5.0
-"""Seconds in which an engine that could not be reached is not asked again."""
+"""Seconds for which an engine that could not be reached is not asked again."""
 _LINGER_MS = 1000
 _OTHER_TOKEN = f"it refused the connection: {VARIABLE} must be the same for both engines"
 _MONITORED = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | FAILURES | MISMATCHES
@@ -47,17 +47,17 @@ class RemoteEngines:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`layout` is what all engines must have in common."""
+        """`layout` describes the model and its cache; it must be the same in all engines."""
         self.layout, self.token = layout, token
         self.digest = layout_digest(layout)
         self.timeout_s = timeout_s
         self.clock = clock
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._unreachable: dict[tuple[str, int], tuple[float, str]] = {}
-        """Problem of each engine that could not be reached, and the time until which it is not asked."""
+        """Time of the next attempt and problem, by host and port, of engines that could not be reached."""
 
     def open(self, prefix: RemotePrefix) -> "RemoteRead":
-        """Return a reader of a prefix. It has a problem if its engine could not be reached a moment ago."""
+        """Return a reader of a prefix; it has a problem if its engine could not be reached a moment ago."""
         until, problem = self._unreachable.get((prefix.host, prefix.port), (0.0, ""))
         return RemoteRead(self, prefix, problem if self.clock() < until else "")
 
@@ -73,9 +73,9 @@ class RemoteRead:
 
     def __init__(self, engines: RemoteEngines, prefix: RemotePrefix, problem: str) -> None:
         self.problem = problem
-        """Why nothing is read any more; empty: all is well."""
+        """Reason why nothing is read any more; empty: no problem."""
         self._is_lost = bool(problem)
-        """Whether its engine cannot be reached."""
+        """Whether the engine cannot be reached."""
         self._engines, self._prefix = engines, prefix
         self._until = engines.clock() + engines.timeout_s
         self._stack = contextlib.ExitStack()
@@ -142,7 +142,7 @@ class RemoteRead:
         message.memory, message.nonce = self._memory.path, self._memory.nonce
 
     def _ask(self, message: ReadEntries) -> tuple[EntriesRead, memoryview] | None:
-        """Send a message and return the answer with its entries. None: there is a problem now."""
+        """Send a message and return the answer with its entries. None: `problem` says why."""
         try:
             head, *frames = self._exchange(_encode(message))
             answer = _decode(head)
@@ -208,7 +208,7 @@ def _differences(here: dict[str, str], there: dict[str, str]) -> str:
 
 
 def open_remote_engines(config: EngineConfig) -> RemoteEngines | None:
-    """Return the engines that prefixes are loaded from; None if none are."""
+    """Return the engines that prefixes are loaded from; None if the engine loads no prefixes."""
     settings = TransferSettings.of(config.cache.kv_transfer_config)
     if settings is None or not settings.consumes:
         return None

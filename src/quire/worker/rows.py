@@ -14,7 +14,7 @@ from quire.worker.multimodal.mrope_rows import MRopePositions
 
 Int64s = NDArray[np.int64]
 ONE_EACH: Ints = np.empty(0, np.int32)
-"""Token counts if each row got one token."""
+"""Empty token counts: each row got one token."""
 
 
 class Rows:
@@ -37,7 +37,7 @@ class Rows:
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
         width = -(-(max_len + max_drafts) // block_size)
         self.block_tables: Ints = np.zeros((num_groups, max_rows + 1, width), np.int32)
-        """By layer group; the last row is padding."""
+        """Block ids [layer groups, max_rows + 1, blocks]; the last row is padding."""
         self.tables = list(self.block_tables)
         self.num_blocks: Ints = np.zeros(max_rows, np.int32)
         """Number of blocks of each row, the same in every group."""
@@ -51,7 +51,7 @@ class Rows:
         self.adapter: Ints = np.full(max_rows, -1, np.int32)
         """Slot of the request's LoRA adapter; -1 if it has none."""
         self.slots: AdapterSlots | None = None
-        """LoRA adapter slots, of adapters that may add tokens."""
+        """LoRA adapter slots, whose adapters may add tokens; None without LoRA."""
         self.history = (self.tokens, self.num_tokens, self.prompt_len)
         """Arrays that the sampler reads for penalties."""
         self.block_changes: list[tuple[Int64s, Ints]] = []
@@ -120,10 +120,10 @@ class Rows:
         )
 
     def _append_blocks(self, rows: Ints, block_ids: Ints) -> None:
-        """Append blocks to rows; `rows` is sorted by row."""
+        """Append blocks to rows; `rows` is sorted."""
         if not len(rows):
             return
-        if (rows[1:] != rows[:-1]).all():  # one each, as in a decode
+        if (rows[1:] != rows[:-1]).all():  # one block each, as in a decode
             self._set_blocks(rows, self.num_blocks[rows], block_ids)
             self.num_blocks[rows] += 1
             return
@@ -134,7 +134,7 @@ class Rows:
         self.num_blocks[rows[starts]] += counts
 
     def _set_last_tokens(self, rows: Ints, token_ids: Ints) -> None:
-        """Set the last token of these rows, which another stage sampled."""
+        """Set the last token of these rows, which the last pipeline stage sampled."""
         self.tokens[rows, self.num_tokens[rows] - 1] = token_ids
         self.num_known[rows] = self.num_tokens[rows]
 

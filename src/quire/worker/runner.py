@@ -1,4 +1,4 @@
-"""The runner of one step on the device."""
+"""Runner: computes and samples the steps of a generating model on the device."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -48,7 +48,7 @@ class Runner:
         del step.forward_result
         row_state = (plan.logit_rows, self.all_rows.sampling, *self.all_rows.history)
         sampled_in_graph, resample = output.token_ids, None
-        if len(plan.constrained):  # the forward pass did not sample them
+        if len(plan.constrained):  # the forward pass did not sample the constrained rows
             sampled_in_graph, resample = None, partial(self.device.resample, output)
         sampled = self.sampler(output.logits, *row_state, sampled_in_graph, output.sampling, masks, resample)
         for part in self.parts:

@@ -11,7 +11,7 @@ from quire.kernels.host_to_device import copy_to_device
 from quire.layers.ssm import SSMMixer
 
 _AT_ONCE = 16
-"""Most states of a layer that are copied together; they take memory twice meanwhile."""
+"""Most states of a layer that are copied at once; the copy takes as much temporary memory."""
 
 
 class StateCheckpoints:

@@ -17,7 +17,7 @@ from quire.worker.worker import Worker
 _INSTANCE_NAMES = frozenset(
     ("config", "world", "device", "loaded", "dtype", "adapters", "balancer", "local_rank")
 )
-"""Attributes of a worker that its class does not have."""
+"""Attributes that instances of a worker have, but its class does not."""
 
 
 class ModelRunner:

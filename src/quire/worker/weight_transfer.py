@@ -25,7 +25,7 @@ _META = ("names", "dtype_names", "shapes")
 
 
 class WeightTransport(Protocol):
-    """A way of tensors from a trainer."""
+    """Receives tensors from a trainer."""
 
     def connect(self, info: Mapping[str, Any]) -> None:
         """Set up the connection by the `init_info` of the trainer."""
@@ -93,7 +93,7 @@ class _Transport:
     """Base of transports that have no settings of their own."""
 
     def __init__(self, device: torch.device, index: int) -> None:
-        """Build it for a worker with this index among those of all engines."""
+        """Build the transport of the worker with this index among the workers of all engines."""
         self._device, self._index = device, index
 
     def connect(self, info: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class _Transport:
 
 
 class BroadcastTransport(_Transport):
-    """Broadcasts of the trainer, which is rank 0 of a group: NCCL between GPUs, Gloo between CPUs."""
+    """Receives broadcasts of the trainer, rank 0 of a group: NCCL between GPUs, Gloo between CPUs."""
 
     _PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
 
@@ -148,7 +148,7 @@ class BroadcastTransport(_Transport):
 
 
 class IpcTransport(_Transport):
-    """Memory of a trainer on the same GPU, by CUDA IPC handles."""
+    """Opens memory of a trainer on the same GPU by CUDA IPC handles."""
 
     _KEYS = ("ipc_handles", "ipc_handles_pickled", "tensor_sizes")
     _is_packed = False
@@ -190,7 +190,7 @@ class IpcTransport(_Transport):
 
 
 class SharedMemoryTransport(_Transport):
-    """Tensors in a POSIX shared memory object of the machine, one after the other."""
+    """Reads tensors from a POSIX shared memory object, in which they follow each other."""
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
         _check_keys("update_info", info, (*_META, "shm_name"), ())
@@ -213,7 +213,7 @@ class SharedMemoryTransport(_Transport):
 
 
 class FileTransport(_Transport):
-    """Safetensors files: a directory, or one file."""
+    """Reads tensors from safetensors files: all of a directory, or one file."""
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
         _check_keys("update_info", info, ("path",), ())
@@ -253,4 +253,4 @@ TRANSPORTS: dict[str, Any] = {
     "shared_memory": SharedMemoryTransport,
     "file": FileTransport,
 }
-"""By the `backend` of weight_transfer_config."""
+"""Transport classes by the `backend` of weight_transfer_config."""

@@ -21,7 +21,7 @@ class WeightUpdater:
     def __init__(
         self, model: nn.Module, twins: LayerTwins | None, backend: str, device: torch.device, index: int
     ) -> None:
-        """`twins` is None if weights cannot be updated; `index` is that among the workers of all engines."""
+        """`twins` is None if weights cannot be updated; `index` counts the workers of all engines."""
         self._model, self._twins = model, twins
         self._backend = backend
         self._transport: WeightTransport | None = (
@@ -80,8 +80,8 @@ class WeightUpdater:
         self._staged = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Change weights at once, for functions and extensions of workers; return their names. If one does
-        not fit, none is changed."""
+        """Change weights at once, for functions and extensions of workers; return their names. If a
+        tensor does not fit, no weight is changed."""
         staged, names = self._new_update(), set[str]()
         for name, tensor in weights:
             info = TensorInfo(name, tensor.dtype, tuple(tensor.shape))

@@ -1,4 +1,4 @@
-"""The worker: the model, the cache and the runner of one device."""
+"""Worker: the model, the cache and the runner of one device."""
 
 import time
 import traceback
@@ -64,9 +64,9 @@ class Worker:
         self.loaded = LoadedModel(config, world)
         self.dtype = self.loaded.dtype
         self.adapters: LoRAManager | None = None
-        """None if LoRA is off."""
+        """LoRA adapters; None if LoRA is off."""
         self.balancer: Balancer | None = None
-        """None without EPLB."""
+        """Expert load balancer; None without EPLB."""
         self._needs: Needs | None = None
         """Memory beside the cache; None for a model without a cache."""
         self._fatal: tuple[type[Exception], ...] = (torch.AcceleratorError,)
@@ -77,13 +77,13 @@ class Worker:
         self._size: CacheSize | None = None
         """Size of the cache, as it was allocated."""
         self._checkpoints: StateCheckpoints | None = None
-        """None without checkpoints of SSM states."""
+        """Copies of SSM states to and from checkpoints; None without checkpoints."""
         self._tiers: WorkerTiers | None = None
         """Lower tiers of the KV cache; None without any."""
         self._offloaded: OffloadedWeights | None = None
-        """Weights offloaded to host memory."""
+        """Weights offloaded to host memory; None while they are on the device or dropped."""
         self._updater: WeightUpdater | None = None
-        """None before the first update of the loaded weights."""
+        """Updater of the loaded weights; None before the first update."""
         self._asleep: set[str] = set()
         """Parts of `MEMORY` that are asleep."""
         self._name = f"dp{world.rank.dp}_pp{world.rank.pp}_tp{world.rank.tp}_rank"
@@ -281,8 +281,8 @@ class Worker:
         return sizes[0], sum(sizes[1:])
 
     def open_tiers(self, num_slots: list[int]) -> list[bytes]:
-        """Open the host tier with so many slots for blocks, and for checkpoints of states, and the disk tier
-        if there is a directory. Return the keys on disk, of each kind the least recently used first."""
+        """Open the host tier with `num_slots` for blocks and for checkpoints of states, and the disk tier if
+        a directory is configured. Return the keys on disk, of each kind the least recently used first."""
         copies, names = self.loaded.block_copies(self._checkpoints), ("", "_states")
         disks = [
             open_disk_tier(self.config, self.world.rank, kind.entries.entry_bytes, name)
@@ -332,7 +332,7 @@ class Worker:
 
     def sleep(self, level: int) -> int:
         """Free the memory of cache and weights and return the freed bytes. Level 1 offloads weights to host
-        memory; on a CPU they stay. No step may be in flight."""
+        memory (on a CPU they stay); level 2 drops them. No step may be in flight."""
         before, started = used_bytes(self.device), time.monotonic()
         self._asleep = set(MEMORY)  # even if it fails: wake_up() keeps what is still here
         self._drop_cache()
@@ -348,8 +348,8 @@ class Worker:
         return freed
 
     def wake_up(self, tags: list[str]) -> None:
-        """Restore the memory in `tags`. The cache waits for the weights, which may contain its scales; CUDA
-        graphs are captured again by `warm_up`, once both are there."""
+        """Restore the memory in `tags`. The cache is restored after the weights, which may contain its
+        scales. CUDA graphs are captured again by `warm_up`, once weights and cache are restored."""
         parts = self._asleep & set(tags)
         with self._cache_freed_on_error():
             if "weights" in parts:
@@ -417,7 +417,7 @@ class Worker:
     # ---- status
 
     def check_health(self) -> None:
-        """Return, which shows that the worker responds."""
+        """Do nothing: the return shows that the worker responds."""
 
     def memory_stats(self) -> dict[str, int]:
         """Return the bytes of the weights on the device, and the bytes that this process uses of it."""

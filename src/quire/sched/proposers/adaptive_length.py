@@ -4,10 +4,10 @@ A step of B rows with M drafts takes c(B + M) seconds and yields B + G tokens, w
 of accepted drafts. Each step uses the M with the most tokens per second, and the drafts most likely to be
 accepted. Acceptance is learned by row, costs by rows and tokens per row.
 
-Estimates can be wrong, so there is also an account. A small part of the time of every step is added to it;
-steps with drafts add or subtract their gain over a plain step. Below zero there are no drafts, which bounds
-the loss on any workload. Rows for which drafts seem not to pay are tried as rarely as a second, equally slow
-budget (the purse) allows."""
+Estimates can be wrong, so there is also a balance of gains and losses. A small part of the time of every
+step is added to it; steps with drafts add or subtract their gain over a plain step. Below zero there are no
+drafts, which bounds the loss on any workload. Rows for which drafts seem not to pay are tried only as often
+as a second budget for trials allows, which fills equally slowly."""
 
 import math
 from itertools import pairwise
@@ -23,16 +23,16 @@ Floats = NDArray[np.float64]
 BUDGET_SHARE = 0.01
 """Part of the time of all steps that drafts may lose, and that trials may cost."""
 INITIAL_BALANCE = 2.0
-"""Initial balance of account and purse, and limit of the purse, in plain steps."""
+"""Initial balance and trial budget, and limit of the trial budget, in plain steps."""
 MAX_BALANCE = 64.0
-"""Limit of the account, in plain steps."""
+"""Limit of the balance, in plain steps."""
 TRIAL_LEN = 2
 MIN_GAIN = 1.01
-"""Gain from which on drafts are worth it."""
+"""Least factor in tokens per second for which drafts are used."""
 REFRESH = 64
 """Steps with drafts after which a plain one is measured."""
 NUM_FIRST = 3
-"""Number of first measurements, of which the least counts: disturbances only lengthen a step."""
+"""Number of first measurements, of which the shortest counts: disturbances only lengthen a step."""
 _DECAY = 0.95
 """Decay of a row's statistics per draft."""
 _DECAY_ALL = 0.98
@@ -52,8 +52,8 @@ class AdaptiveDraftLength:
     """Chooses the number of drafts of each row and learns from their acceptance."""
 
     def __init__(self, *, max_rows: int, max_drafts: int, num_kinds: int = 1) -> None:
-        """Build the pace. Drafts of several `num_kinds` have different acceptance; sort s of a row is tracked
-        as row * sorts + s."""
+        """Set the sizes. Each of `num_kinds` kinds of drafts has its own acceptance rates; kind k of a row is
+        tracked as row * num_kinds + k."""
         self._max_drafts = max_drafts
         self._num_kinds = num_kinds
         self._rates = _AcceptanceRates(max_rows, num_kinds)
@@ -65,7 +65,7 @@ class AdaptiveDraftLength:
         self._costs: dict[int, _Costs] = {}
         self._balance = self._trial_budget = 0.0
         self._reserved = 0.0
-        """Cost reserved for the last trial; returned to the purse if the step had no drafts."""
+        """Cost reserved for the last trial; returned to the trial budget if the step had no drafts."""
         rates = (np.arange(_LEVELS) + 0.5) / _LEVELS
         likelihood = (rates[:, None, None] * rates[:, None] ** np.arange(max_drafts)).reshape(-1, max_drafts)
         is_drafted = likelihood >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
@@ -165,7 +165,7 @@ class AdaptiveDraftLength:
         return lengths
 
     def _with_trials(self, costs: "_Costs", rows: Ints | RowIds, lengths: Ints, available: Ints) -> Ints:
-        """Add drafts for rows without any, those untested for longest first, as far as the purse allows."""
+        """Add drafts for rows without any, the longest untested first, as far as the trial budget allows."""
         is_idle = (lengths == 0) & (available > 0)
         if not is_idle.any():
             return lengths
@@ -179,7 +179,7 @@ class AdaptiveDraftLength:
             if count == 1:
                 if self._trial_budget < 0.99 * INITIAL_BALANCE * costs.plain:
                     return lengths
-                break  # the purse is full already
+                break  # the trial budget is full already
             count //= 2
         self._trial_budget, self._reserved = self._trial_budget - price, price
         tried = idle_places[np.argsort(self._tested[rows[idle_places]], kind="stable")[:count]]
@@ -189,7 +189,7 @@ class AdaptiveDraftLength:
 
 class _AcceptanceRates:
     """Acceptance rates of a row's first draft, and of later drafts if those before were accepted. Rows with
-    little data use the rates of all rows of a sort."""
+    little data use the rates of all rows for the same kind of drafts."""
 
     def __init__(self, max_rows: int, num_kinds: int) -> None:
         self._accepted, self._verified = (
@@ -266,7 +266,7 @@ class _Costs:
             self._fill()
 
     def _fill(self) -> None:
-        """Compute the costs at every ratio; the first measurements of a kind do not count. Between two
+        """Compute the costs at every ratio from ratios with `NUM_FIRST` or more measurements. Between two
         measured ratios the cost grows half as fast as on the line between them. Beyond the last it follows
         the line from a plain step. No cost exceeds that of more tokens."""
         known = [0, *(at for at, num in enumerate(self._num_extra) if num >= NUM_FIRST)]
@@ -281,7 +281,7 @@ class _Costs:
 
 
 def _smooth(old: float, new: float, num: int) -> float:
-    """Return a slow moving average that is robust against outliers; of the first values the least."""
+    """Return a slow moving average that is robust against outliers; for the first values, their minimum."""
     if num <= NUM_FIRST:
         return min(old, new) if num > 1 else new
     return old + 0.1 * (min(max(new, 0.5 * old), 1.25 * old) - old)

@@ -21,7 +21,7 @@ from quire.sched.proposers.text import TokenText
 CONTEXT = 32
 """The longest context compared, in tokens."""
 MAX_PLACES = 16
-"""The latest places that are considered."""
+"""Number of latest places that are considered."""
 SURE = 8
 """Matching tokens from which on a draft is sure. Longer matches hardly occur by chance: in prose 39 % of
 first drafts were right, after such a match in quotes and edited code 99 % (benchmarks/spec_workloads.py)."""

@@ -16,11 +16,11 @@ from quire.sched.proposers.text import TokenText
 MIN_MATCH = 3
 """The shortest suffix that must have occurred before, in tokens."""
 MAX_PLACES = 16
-"""The latest occurrences that are counted, in each text."""
+"""Number of latest occurrences that are counted in each text."""
 MAX_TOKENS = 1 << 19
 """Tokens of earlier outputs that are kept; the oldest are dropped."""
 NUM_PARTS = 4
-"""Number of parts in which they are dropped."""
+"""Number of parts in which earlier outputs are stored and dropped."""
 NUM_SALTS = 8
 """Number of salts with their own store beside that of requests without one; the least recently used is
 dropped. Each holds this fraction of MAX_TOKENS."""
@@ -154,7 +154,7 @@ class _Outputs:
             max(max_requests // NUM_PARTS, 1),
         )
         self.texts: deque[TokenText] = deque(maxlen=NUM_PARTS)
-        """The newest first."""
+        """Texts of several outputs each, the newest first."""
         self._num_requests = 0
         """Number of requests in the newest text."""
 

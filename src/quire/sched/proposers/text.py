@@ -25,12 +25,12 @@ class TokenText:
         self._hash = 0
         """Hash of the last n tokens."""
         self._sorted: array[int] | None = None
-        """Built on first use, so that texts never searched cost nothing."""
+        """Sorted hashes with places, built on first use, so that texts never searched cost nothing."""
         self._sorted_len = 0
         self._recent: dict[int, int] = {}
         """Hash -> the latest place since the last sort."""
         self._older: list[int] = []
-        """The place before each of those, by its distance from the end of the sorted part."""
+        """By place since the last sort: the latest earlier place with the same hash; -1: none since then."""
 
     def extend(self, tokens: Ints) -> None:
         if self._sorted is None:
@@ -55,7 +55,7 @@ class TokenText:
         return self._hash
 
     def places(self, ending: int, max_places: int) -> list[int]:
-        """Return the places behind earlier occurrences of n tokens, latest first, at most `max_places`."""
+        """Return the places behind earlier occurrences of the n tokens with hash `ending`, latest first."""
         if self._sorted is None:
             self._sort()
         assert self._sorted is not None

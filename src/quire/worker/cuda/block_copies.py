@@ -14,16 +14,17 @@ from quire.kernels.host_to_device import copy_to_device
 from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 
 _LOAD_BYTES = 32 << 20
-"""Device memory of entries on their way from the host: two buffers, of at least one entry each."""
+"""Most bytes of each of two device buffers for entries on their way from the host; at least one entry."""
 _STORE_BYTES = 128 << 20
-"""Device memory of entries on their way to the host, likewise. A step waits if it evicts more than fit into
-both: with a prompt of 8,192 tokens, those that could not be copied ahead are up to 200 MiB."""
+"""Most bytes of each of two device buffers for entries on their way to the host. A step waits if it evicts
+more than fits into both buffers: with a prompt of 8,192 tokens, entries not copied ahead are up to 200
+MiB."""
 _STORE_SHARE = 128
-"""A buffer to the host takes at most this part of the cache."""
+"""A buffer to the host has at most the bytes of the cache divided by this, or `_LOAD_BYTES` if more."""
 
 
 class PinnedBlocks:
-    """Entries on their way to pinned memory."""
+    """Entries that are being copied to pinned memory."""
 
     def __init__(self, contents: Tensor, copied: torch.cuda.Event) -> None:
         self._contents, self._copied = contents, copied
@@ -34,7 +35,7 @@ class PinnedBlocks:
 
 
 class _Staging:
-    """Device memory of entries between the cache and the host, and the end of its last use."""
+    """A device buffer of entries between the cache and the host, and the end of its last use."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -65,9 +66,9 @@ class CudaBlockCopies:
         self._ahead_copied = torch.cuda.Event()
         """End of the copies that run beside a step."""
         self._all_stored = torch.cuda.Event()
-        """End of all copies to the host: an entry may be loaded as soon as its copy is enqueued."""
+        """End of all copies to the host. Loads wait for it: their entries may just have been stored."""
         self._copy_times: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        """Begin and end of copies to the host."""
+        """Begin and end of each copy to the host that `take_out_s` has not counted yet."""
 
     def _new_buffers(self, num_bytes: int) -> list[_Staging]:
         """Return two buffers of this size, of at least one entry each."""
@@ -113,7 +114,7 @@ class CudaBlockCopies:
         return None if host is None else PinnedBlocks(host, copied)
 
     def _gather(self, places: Tensor, *, ahead: bool) -> Tensor:
-        """Return the contents of entries in one of the buffers, the last one of the list from now on."""
+        """Gather the contents of entries into the first buffer of the list, which becomes the last one."""
         staging = self._store_buffers[0]
         self._store_buffers.reverse()
         if ahead:
@@ -161,7 +162,7 @@ class CudaBlockCopies:
 
 
 def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Return the runs of consecutive rows but 0 within parts of memory: place, first row, length."""
+    """Yield the runs of consecutive rows in one part of memory, without rows 0: index, first row, length."""
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first] or rows[at] % part_rows == 0:
@@ -171,7 +172,7 @@ def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]
 
 
 def _joined(rows: Sequence[Tensor], part_rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Return the rows with those that follow each other in one part of memory as one [n, size], by place."""
+    """Yield index and tensor [n, size] of each run of rows that follow each other in one part of memory."""
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or not _follows(rows[at - 1], rows[at], part_rows):

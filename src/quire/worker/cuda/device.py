@@ -35,7 +35,7 @@ _CAPTURE_S = 30.0
 
 
 class CudaDevice:
-    """Runs steps on a GPU. Block tables (by layer group) and last tokens are kept there by row; the last row
+    """Runs steps on a GPU. Block tables (by layer group) and last tokens are kept on it by row; the last row
     is padding."""
 
     def __init__(
@@ -58,7 +58,7 @@ class CudaDevice:
         self.speculation = None if drafts is None else Speculation(drafts, all_rows, device)
         query_lens = [] if self.speculation is None else self.speculation.query_lens
         self.axes = int(all_rows.mrope is not None)
-        """1 if the model uses M-RoPE positions, which differ from the position in the sequence."""
+        """1 if the model uses M-RoPE positions, which differ from positions in the sequence, otherwise 0."""
         vectors = None if model.encoder is None else model.encoder.embeds_buffer
         self.graphs = Graphs(
             self.block_tables, model.receive_buffer, in_flight, query_lens, self.axes, vectors
@@ -79,10 +79,10 @@ class CudaDevice:
         self._sampled_in_graph: Tensor | None = None
         self._all_rows = all_rows
         self._draft_graphs: DraftGraphs | None = None
-        """None if no model drafts."""
+        """Graphs of draft proposals; None if no model proposes drafts."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Measure the memory: run the largest step with all sampling features, and the largest to capture."""
+        """Measure the memory: run the largest step with all sampling features, and the largest graphs."""
         limits, link = config.scheduler, self.model.link
 
         def probe_sampler(output: ForwardResult) -> None:
@@ -140,7 +140,7 @@ class CudaDevice:
         return 1 if self.speculation is None else 1 + self.speculation.most
 
     def _mixed_shapes(self, config: EngineConfig) -> list[tuple[int, int]]:
-        """Return the shapes of steps with prompts to capture; none if the host needs prompt lengths."""
+        """Return the shapes of steps with prompts to capture; empty if such steps cannot be captured."""
         supported = self.model.attention.captures_prompts and self.model.link is None
         facts = config.checkpoint.facts
         kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
@@ -341,7 +341,7 @@ class CudaDevice:
                 take_back(sampled.counts, plan, all_rows.sampling, sampled.token_ids, verified)
             return self._copy_to_host(verified, sampled, new, all_rows, lambda x: read(x, num_seqs, plan))
         if len(new.rows) and sampled.token_ids is not self._sampled_in_graph:
-            # Some row needs more than the plain sampling of the graph.
+            # A row needs more than the plain sampling of the graph.
             assert output.rows is not None
             self.last_tokens.index_copy_(0, output.rows, sampled.token_ids)
         return self._copy_to_host(sampled.token_ids, sampled, new, all_rows, _one_each)

@@ -103,7 +103,7 @@ class Speculation:
             self._look_up = NgramLookup(facts.prompt_lookup_min or 1, max_rows, device)
 
     def begin(self, plan: StepPlan, all_rows: Rows) -> None:
-        """Load new requests, and the drafts that the scheduler proposed."""
+        """Copy the tokens of new requests, and the drafts that the scheduler proposed, to the device."""
         spec_tokens = self.spec_tokens
         for new in plan.admitted:
             row, length = new.row, int(all_rows.num_tokens[new.row])

@@ -43,7 +43,7 @@ class DummyBatches:
         masked_sampling: MaskedSampling,
         speculation: Speculation | None,
     ) -> None:
-        """Use `axes` of `BufferSizes`; the other arguments are those of the device."""
+        """`axes` is that of `BufferSizes`; the other arguments are parts of the `CudaDevice`."""
         self.model = model
         self.block_tables = block_tables
         self.device = block_tables.device
@@ -90,7 +90,7 @@ class DummyBatches:
         mixed_shapes: Sequence[tuple[int, int]],
         draft_graphs: DraftGraphs | None,
     ) -> None:
-        """Compile the kernels of all steps; sizes between powers of two use the same ones. `query_lens` and
+        """Compile the kernels of all steps; sizes between powers of two need no others. `query_lens` and
         `mixed_shapes` are those of `Graphs`."""
         limits = config.scheduler
         *others, last = ladder(limits.max_num_seqs)
@@ -154,7 +154,7 @@ class DummyBatches:
 
 
 def compile_sampling_ahead(config: EngineConfig) -> None:
-    """Compile the sampling kernels, which take longest to compile, beside the loading of the weights."""
+    """Compile the sampling kernels, which take longest to compile, while the weights are loaded."""
     compile_ahead(lambda: launch_sampling(config, sample_tokens))
 
 

@@ -14,7 +14,7 @@ from quire.models.towers import GraphableTower
 log = get_logger(__name__)
 
 MOST_VECTORS = 1536
-"""Most embeddings of a captured batch. Launch overhead does not matter for larger ones."""
+"""Most embeddings of a captured batch. Launch overhead does not matter for larger batches."""
 MAX_GRAPHS = 8
 TIMES = 3
 """A batch is captured when its shapes occur for this number of times."""
@@ -45,7 +45,7 @@ class _Graph:
 
 
 class TowerGraphs:
-    """An encoder with graphs of its recurring batches, the most recently used."""
+    """An encoder with CUDA graphs of recurring batches; the least recently used graph is dropped."""
 
     def __init__(self, tower: GraphableTower, capture: Capture | None = None) -> None:
         self.tower = tower
@@ -53,7 +53,7 @@ class TowerGraphs:
         """Memory limit of all graphs; none is captured before it is set."""
         self._capture = capture or captured
         self._graphs: dict[Any, _Graph] = {}
-        """Graphs by modality and shapes, the oldest first."""
+        """Graphs by modality and shapes, the least recently used first."""
         self._counts: Counter[Any] = Counter()
         self._pool: Any = None
         self._num_bytes = 0
@@ -83,7 +83,7 @@ class TowerGraphs:
         return self._counts[key] >= TIMES and self.max_bytes > 0
 
     def _capture_batch(self, modality: str, items: Sequence[Arrays]) -> _Graph | None:
-        """Capture a batch. If that fails, return None and capture no more; None also without memory."""
+        """Capture a batch. Return None if that fails (no more are captured) or graphs exceed their memory."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         inputs = [{name: array.clone() for name, array in item.items()} for item in items]
@@ -92,7 +92,7 @@ class TowerGraphs:
         try:
             outputs, play = self._capture(lambda: self.tower.compute(modality, inputs, layout), self._pool)
         except RuntimeError as error:
-            log.warning("Capturing CUDA graphs of the multimodal encoder failed, it runs eagerly: %s", error)
+            log.warning("Capturing CUDA graphs of the multimodal encoder failed; it runs eagerly: %s", error)
             self.max_bytes = 0
             return None
         self._num_bytes += max(_taken_bytes() - before, 0)

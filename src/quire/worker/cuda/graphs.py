@@ -26,7 +26,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 IN_FLIGHT = 3
-"""Host buffers of each kind: one more than steps in flight, of which a pipeline has one per stage."""
+"""Number of host buffers of each kind: one more than steps in flight. A pipeline has a step per stage."""
 Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | IntermediateTensors]
 AfterForward = Callable[[ForwardResult], Tensor]
 ReceiveBuffer = Callable[[int], Tensor | None]
@@ -64,8 +64,8 @@ def smallest_shape(shapes: Iterable[tuple[int, int]], rows: int, width: int) -> 
 
 
 class Graphs:
-    """Graphs for each size of the ladder and for some steps with prompts; if LoRA is on, also with adapters.
-    All share one memory pool."""
+    """Graphs for each batch size of the ladder and for some steps with prompts; if LoRA is on, also with
+    adapters. All graphs share one memory pool."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Graphs:
         verify: AfterForward | None = None,
         resample: AfterForward | None = None,
     ) -> None:
-        """Capture the ladder up to `largest`, the largest first: the others reuse its memory. Sizes not
+        """Capture the ladder up to `largest`, the largest first: smaller graphs reuse its memory. Sizes not
         captured within `seconds` run eagerly. `lora_variants`: without adapters, with them. `mixed_shapes`:
         steps with prompts, as (most sequences and samples, tokens). `verify` and `resample` are captured as
         graphs of their own after each step."""
@@ -182,7 +182,7 @@ class GraphShape(NamedTuple):
     tokens: int = 0
     """Number of tokens with padding, if not all sequences are decodes."""
     drafts: bool = False
-    """Whether the device derives the inputs of the decodes in such a step."""
+    """Whether the device derives the inputs of the decodes in a step with prompts."""
 
 
 class Graph:

@@ -34,8 +34,8 @@ class HostSignal:
         self._copy_async.argtypes = (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
     def block(self) -> Callable[[], None]:
-        """Block the stream until the returned function is called, in the order of the calls. It must be
-        called even after an error: nothing else ends the wait."""
+        """Block the stream until the returned function is called, in the order of the calls. The
+        function must be called even after an error: nothing else ends the wait."""
         self._num_waits = (self._num_waits + 1) & 0xFFFFFFFF
         _check(self._wait(self._stream, self._count_address, self._num_waits, _AT_LEAST))
         return partial(self._set_count, self._num_waits)

@@ -8,7 +8,7 @@ from quire.loader.offload import OffloadedLayer
 
 
 class CudaLayerCopies:
-    """Copies from pinned memory on a second stream, which a capture of the first one includes."""
+    """Copies layers from pinned memory on a second stream; a capture of the first stream includes it."""
 
     def __init__(self, layers: Sequence[OffloadedLayer], device: torch.device) -> None:
         self._layers = layers

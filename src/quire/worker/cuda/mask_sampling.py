@@ -50,7 +50,7 @@ class MaskedSampling:
             self.later.fill_(LATER if is_later else FREE)
 
     def later_constraints(self, count: int) -> ConstrainedDevice | None:
-        """Return the constraints for sampling in the forward pass; None for too many positions to wait."""
+        """Return the constraints for sampling in the forward pass; None for too many positions."""
         later = self.later[:count]
         return None if count > self._max_samples else ConstrainedDevice(later, later, later)
 
@@ -77,7 +77,7 @@ class MaskedSampling:
         return ConstrainedDevice(self._assignment[:count], self._assignment[self._width_at :], self._bits)
 
     def send(self, masks: Masks, places: Ints) -> bool:
-        """Send the masks; the next launches wait until they are filled. `places` [max_rows] maps rows to
+        """Send the masks; the next launches wait until the masks are filled. `places` [max_rows] maps rows to
         positions in the batch. Return False if there are too many masks."""
         if masks.bits.size > len(self._bits):
             return False
@@ -124,7 +124,7 @@ class HostMemory:
         self._pinned: dict[int, Tensor] = {}
         """Pinned memory by address."""
         self._recent: dict[int, tuple[NDArray[np.uint32], Tensor]] = {}
-        """The most recent arrays by identity, since most come again."""
+        """Recent mask arrays with their pinned words, by identity: most arrays are reused."""
         finalize(self, _unpin_all, self._pinned).atexit = False
 
     def has(self, bits: NDArray[np.uint32]) -> bool:

@@ -10,8 +10,8 @@ from quire.worker.rows import Rows
 
 
 def take_embeds(plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the tokens [K] of a step that have embeddings instead of ids, and these [K, hidden]; None if
-    there are none. Prompts that are computed completely are dropped."""
+    """Return the indices [K] of a step's tokens that have embeddings instead of ids, and the embeddings
+    [K, hidden]; None if there are none. The embeddings of completely computed prompts are dropped."""
     if not all_rows.embeds:
         return None
     ends = np.cumsum(plan.num_tokens)
@@ -37,7 +37,7 @@ def take_embeds(plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[T
 
 class EmbedsBuffer:
     """The buffer from which a graph reads the embeddings of a step, as `Batch.embeds`. Unused entries point
-    to its last token, which is padding."""
+    to the graph's last token, which is padding."""
 
     def __init__(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tokens = torch.full((num_tokens,), num_tokens - 1, device=device)

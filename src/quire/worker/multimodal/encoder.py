@@ -52,7 +52,7 @@ class MediaEncoder:
         graphs: TowerGraphs | None = None,
     ) -> None:
         """Set the sizes: embeddings have `hidden` elements, and as many for each of `levels` later layers.
-        They are multiplied by `scale`. Each rank of `group` encodes some of the items."""
+        Embeddings are multiplied by `scale`. Each rank of `group` encodes some of the items."""
         self.tower = tower
         self.hidden, self.width = hidden, hidden * (1 + levels)
         self.scale = scale
@@ -66,7 +66,7 @@ class MediaEncoder:
     # ---- steps
 
     def step(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """Encode the items of a step; return its placeholder tokens [K] and embeddings [K, width], if any."""
+        """Encode the items of a step; return indices [K] and embeddings [K, width] of placeholder tokens."""
         for key in plan.forgotten:
             self.cache.pop(key, None)
         if plan.encodes:
@@ -166,7 +166,7 @@ class MediaEncoder:
 
     def _run_sharded(self, modality: str, items: list[MediaItem]) -> list[Tensor]:
         """Encode the items on several ranks, balanced by cost; all ranks get all embeddings. If one rank
-        fails all fail, since they compute the same step."""
+        fails, all ranks fail, since they compute the same step."""
         shapes = [{name: array.shape for name, array in (item.arrays or {}).items()} for item in items]
         owners = balance_items([self.tower.cost(modality, shape) for shape in shapes], self.group.size)
         counts = [sum(items[n].num_vectors for n in share) for share in owners]
@@ -192,7 +192,7 @@ class MediaEncoder:
     # ---- memory
 
     def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
-        """Add the memory to encode a step's items, to keep their embeddings, and to copy those it reads."""
+        """Add the memory to encode a step's items, to keep embeddings, and to copy those of a step."""
         largest, most = config.largest_items, max_vectors(config)
         peak = max((self._peak(modality, size, most) for modality, size in largest.items()), default=0)
         row_bytes = self.width * self.dtype.itemsize

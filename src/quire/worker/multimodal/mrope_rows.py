@@ -17,7 +17,7 @@ class MRopePositions:
         self.last = num_mrope_positions(max_len) - 1
         """Last position with a rotation; positions beyond are clipped to it."""
         self._prompts: dict[int, NDArray[np.int32]] = {}
-        """[3, prompt] by row, until the prompt is computed."""
+        """Positions [3, prompt] by row, until the prompt is computed."""
 
     def admit(self, row: int, media: Media | None) -> None:
         self.ahead[row] = 0

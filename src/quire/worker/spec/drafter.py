@@ -1,4 +1,4 @@
-"""Drafters: draft models and heads that propose tokens. The host may not know the last ones yet."""
+"""Drafters: draft models and heads that propose tokens; the last tokens may be on the device only."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +42,7 @@ class SequenceEnds(NamedTuple):
     last: Tensor
     """[B] int64, the position of the last token"""
     num_slots: Tensor
-    """[B] int64, how many tokens the blocks of each have room for; nothing is written beyond"""
+    """[B] int64, how many tokens the blocks of each sequence have room for; nothing is written beyond"""
     tables: Tensor
     """[layer groups, rows, blocks] int32"""
     sample: SampleDrafts | None = None
@@ -59,9 +59,9 @@ class TargetStates(NamedTuple):
     next_ids: Tensor
     """[B] int64, the token after the last accepted one: the one just sampled, or the prompt's next"""
     num_kept: Tensor
-    """[B] int64, the number of its tokens in the batch without rejected drafts"""
+    """[B] int64, the number of each sequence's tokens in the batch without rejected drafts"""
     states: tuple[Tensor, ...]
-    """Hidden states of the target, [T, hidden] each: of intermediate layers, or the input of its head."""
+    """Hidden states of the target, [T, hidden] each: of intermediate layers, or the input of its LM head."""
 
 
 def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
@@ -72,28 +72,28 @@ def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
 
 
 class Drafter(Protocol):
-    """Proposes tokens."""
+    """Proposes draft tokens for the sequences of a step."""
 
     follows: bool
-    """Whether it reads each step of the target right after it (`observe`). If not, it must `catch_up` on all
-    tokens of a sequence but the last two before it proposes."""
+    """Whether the drafter reads each step of the target right after the step (`observe`). If not, it must
+    `catch_up` on all tokens of a sequence but the last two before it proposes."""
 
     def observe(self, batch: Batch, target: TargetStates) -> None:
         """Read a step of the target."""
 
     def catch_up(self, batch: Batch) -> None:
-        """Compute tokens that the draft has not computed yet."""
+        """Compute tokens that the draft model has not computed yet."""
 
     def propose(self, ends: SequenceEnds, most: int) -> Tensor:
         """Return [B, most] int64, the proposed tokens; undefined beyond the room of a sequence."""
 
     def forget(self) -> None:
-        """Drop everything that holds addresses of weights or cache: they will move."""
+        """Drop everything that holds addresses of weights or cache, which will move."""
 
 
 class _DraftBatches:
-    """Builds the batches of draft tokens. On a CPU small batches reuse the buffers of the last one of their
-    size, so that tapes can be replayed."""
+    """Builds the batches of draft tokens. On a CPU small batches reuse the buffers of the last batch of
+    their size, so that tapes can be replayed."""
 
     def __init__(self, backend: AttentionBackend, block_size: int, max_taped: int) -> None:
         self.backend = backend
@@ -118,7 +118,7 @@ class _DraftBatches:
         return model(batch)
 
     def _reuse_buffers(self, batch: Batch) -> Batch:
-        """Copy a small batch on a CPU into the buffers of the last one of its size."""
+        """Copy a small batch on a CPU into the buffers of the last batch of its size."""
         if len(batch.token_ids) > self.max_taped or batch.token_ids.device.type != "cpu":
             return batch
         kept = self._batches.setdefault(_key(batch), batch)
@@ -181,8 +181,8 @@ def _key(batch: Batch) -> tuple[int, ...]:
 
 
 class ModelDrafter:
-    """Drafts with a separate model. It computes the last two tokens of a sequence, since it has not computed
-    the last but one if that was its last draft; computing it twice is harmless."""
+    """Drafts with a separate model. The model computes the last two tokens of a sequence: the last but one is
+    not computed yet if it was the last draft, and computing it twice is harmless."""
 
     follows = False
 
@@ -193,7 +193,7 @@ class ModelDrafter:
         self.batches = _DraftBatches(backend, block_size, max_taped)
         self.forget = self.batches.forget
         self.vocab = vocab
-        """Number of token ids that it shares with the target."""
+        """Number of token ids that the draft model shares with the target."""
 
     def observe(self, batch: Batch, target: TargetStates) -> None:
         """Ignore the step: the draft model catches up before it proposes."""
@@ -266,7 +266,7 @@ _DRAFT_FIELDS: dict[str, Any] = {
 
 
 def check_ahead(backend: str, num_drafts: int, *, uses_mla: bool) -> None:
-    """Raise if the attention backend needs the sequence lengths on the host."""
+    """Raise ConfigError if the backend needs sequence lengths on the host, or MLA has too many drafts."""
     if backend != "TRITON_ATTN":
         raise ConfigError(
             f"speculative decoding on a GPU needs attention_backend TRITON_ATTN, not {backend}: sequence "
@@ -314,7 +314,7 @@ def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
 def open_drafter(
     config: EngineConfig, model: Any, target: Any, backend: AttentionBackend, device: torch.device
 ) -> Drafter:
-    """Build the drafter of a loaded draft; the target records the hidden states it needs from now on."""
+    """Build the drafter of a loaded draft; the target records the hidden states that it needs from now on."""
     assert config.draft is not None
     facts, spec = config.draft.facts, config.speculation
     is_eager = config.model.enforce_eager or (spec is not None and spec.enforce_eager)

@@ -1,4 +1,4 @@
-"""Progress of a separate draft model: the tokens it has computed, since it runs only for drafts."""
+"""DraftProgress: the tokens that a separate draft model has computed, since it runs only for drafts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ class DraftProgress:
         self._blocks = np.zeros(1, np.bool_)
 
     def forget(self) -> None:
-        """Reset: the cache is a new one."""
+        """Reset everything, since the cache is a new one."""
         self._num[:], self._is_close[:], self._blocks[:] = 0, False, False
 
     def begin(self, plan: StepPlan) -> None:
@@ -89,8 +89,8 @@ class DraftProgress:
 
     def missed(self, plan: StepPlan, limit: int) -> tuple[list[Span], NDArray[np.bool_]]:
         """Return the tokens to compute before the draft proposes: all but the last two of rows with drafts.
-        Without lag this includes all rows, and the current chunks of prompts. Beyond `limit` tokens rows are
-        late: return which."""
+        Without `lags` this includes all rows, and the current chunks of prompts. Rows beyond `limit` tokens
+        are late: return which rows are."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         decodes = is_decode(plan)
         least, most = self._lengths(rows)
@@ -166,7 +166,7 @@ def batch_of_spans(
     spans: list[Span], all_rows: Rows, groups: Sequence[int], history: Tensor, tables: Tensor
 ) -> Batch:
     """Build the batch of these tokens. `history` [rows, length] and `tables` [groups, rows, blocks] are on
-    its device; only these `groups` are written."""
+    the device of the batch; only these `groups` are written."""
     rows, starts, ends = np.array(spans, np.int32).T
     lens, size = ends - starts, all_rows.block_size
     positions, row_of = spread(starts, lens), np.repeat(rows, lens)
