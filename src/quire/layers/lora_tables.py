@@ -64,7 +64,7 @@ class LoRATable(_SlotRows):
         """Whether the adapter of each slot has such a table."""
 
     def put(self, slot: int, table: Tensor | None) -> None:
-        """Store the table of a slot's adapter; None if it has none."""
+        """Store the table of a slot's adapter; `table` is None if the adapter has no table."""
         self.has_table[slot] = table is not None
         if table is not None:
             self.rows[slot].copy_(table, non_blocking=True)
@@ -101,9 +101,9 @@ class LoRATable(_SlotRows):
 
 class LoRAVocabRows(_SlotRows):
     """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains. Each slot has
-    `slots.max_extra_vocab` of them, replicated on all devices of a group. They are read only in steps in
-    which some row has an adapter with extra rows (`LoRATokens.uses_extra_vocab`). The rows that an adapter
-    lacks for a head that is `tied` are those of the embedding."""
+    `slots.max_extra_vocab` extra rows, replicated on all devices of a group. Kernels read the extra rows only
+    in steps where some token's adapter has extra rows (`LoRATokens.uses_extra_vocab`). A `tied` head without
+    rows of its own in an adapter takes the adapter's embedding rows."""
 
     def __init__(
         self, names: tuple[str, ...], slots: LoRASlots, vocab: int, hidden: int, *, tied: bool
@@ -116,7 +116,7 @@ class LoRAVocabRows(_SlotRows):
         self._counts = [0] * slots.max_slots
 
     def put(self, slot: int, vocab: LoRAVocab | None) -> None:
-        """Store the extra rows of a slot's adapter; None if it has none."""
+        """Store the extra rows of a slot's adapter; `vocab` is None if the adapter has no extra rows."""
         count = self._counts[slot] = 0 if vocab is None else len(vocab.ids)
         self._ids[slot].fill_(_NO_TOKEN)
         if vocab is not None:

@@ -50,7 +50,7 @@ class MLAAttention(nn.Module):
         self.group = 0
 
     def _build_quantized(self, size: int, scope: Scope) -> tuple[Weight, ...]:
-        """Return the quantized weight of the checkpoint, kept until loading ends; empty if it is plain."""
+        """Return the checkpoint's quantized weight, kept until loading ends; empty if the weight is plain."""
         rank, runs = self.spec.rank, ((self.shard,),)
         shape = LinearShape(
             rank,

@@ -32,10 +32,10 @@ class MoENames(NamedTuple):
     """Name of the block."""
     router: str = "gate"
     layout: str = "per_expert"
-    """Layout of the experts: one tensor per expert (`per_expert`); or one for all, with gate and up in two
-    tensors (`stacked`), in one (`fused`), in one without the suffix ".weight" (`fused_bare`), that transposed
-    (`fused_transposed`), and that with gate and up interleaved (`interleaved`); or all experts in one matrix,
-    with `down` transposed (`flat`)."""
+    """Layout of the experts. `per_expert`: one tensor per expert. In the other layouts a tensor holds all
+    experts. `stacked`: gate and up in two tensors; `fused`: in one tensor; `fused_bare`: as `fused`, without
+    the suffix ".weight"; `fused_transposed`: as `fused_bare`, transposed; `interleaved`: as
+    `fused_transposed`, with gate and up interleaved; `flat`: as one matrix, with `down` transposed."""
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
     """Name of the experts' module, then of their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
@@ -171,7 +171,7 @@ class ExpertLoRALayers:
         return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, batch.lora.slots)
 
     def register(self, experts: "Experts") -> None:
-        """Register the LoRA layers, after the kernel of the experts is known."""
+        """Register the LoRA layers once the kernel of the experts is chosen: not all kernels support LoRA."""
         if self.gate_up is not None:
             return
         names = experts.stored_names()

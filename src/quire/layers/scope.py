@@ -124,9 +124,9 @@ class Target(NamedTuple):
     runs: Runs = ()
     """Consecutive parts of that axis in the checkpoint, and the shard of each that the tensor takes."""
     is_flat: bool = False
-    """Whether the checkpoint stores it as one row or column."""
+    """Whether the checkpoint may store the tensor flattened, in another shape of as many elements."""
     is_text: bool = False
-    """Whether it holds the bytes of a text, which may be shorter than the tensor."""
+    """Whether the tensor holds the bytes of a text, which may be shorter than the tensor."""
 
     @property
     def is_whole(self) -> bool:
