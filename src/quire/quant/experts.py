@@ -24,7 +24,7 @@ class ExpertShape:
     dtype: torch.dtype
     device: torch.device
     inner: Shard | None = None
-    """The shard of the intermediate size; None: all of it."""
+    """Shard of the intermediate size; None: the whole size."""
 
 
 class StoredExperts(StoredTensors):
@@ -82,7 +82,7 @@ class StoredExperts(StoredTensors):
             parts["gate"][suffix].tensor.copy_(piece.tensor)
 
     def refresh_kernels(self) -> None:
-        """Update what kernels hold in another form; see `Weight.refresh_kernels`."""
+        """Update copies of the weights that kernels hold in another form; see `Weight.refresh_kernels`."""
         if isinstance(self.mix, CpuExperts):
             self.mix.refresh()
 
