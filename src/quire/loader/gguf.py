@@ -45,7 +45,8 @@ class GGUFSource(Source):
         return GGUFFormat(stored, plain)
 
     def _packed(self, view: View, axis: int = 0, span: slice = _ALL) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor by row, for a vector by element; only `span` of an axis."""
+        """Return the bytes of a tensor, [..., bytes of a row] (a vector has a row per element), limited to
+        `span` of `axis`."""
         shape, raw = _packed_shape(view.tensor), self._file.raw(view.tensor.name)
         before = (_ALL,) * axis
         if view.rows is None:
