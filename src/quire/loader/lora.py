@@ -178,7 +178,7 @@ class LoRAReader:
                 left_out.append(layer)
             yield from layer_fits
         if left_out and self.slots.only:
-            log.warning("lora_target_modules excludes %d layers of an adapter: they are ignored", len(left_out))
+            log.warning("Ignored %d layers of an adapter that are not in lora_target_modules", len(left_out))
 
     def _pairs(self, tensors: dict[str, Tensor]) -> dict[str, Pair]:
         names: dict[str, dict[str, str]] = {}

@@ -28,7 +28,8 @@ _LEAST = 1e-5
 
 
 class AltUp(nn.Module):
-    """Alternating updates: predict all states, run the layer on the active one, correct all by its output."""
+    """Alternating updates: predict all states, run the layer on the active state, and correct all states by
+    the layer's output."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ class MaskedLMNames(NamedTuple):
     dense: str
     norm: str
     decoder: str
-    """Output projection; the embedding if it is not stored."""
+    """Output projection; if the checkpoint does not store one, the embedding is used."""
     bias: str
     activation: str | None = None
     """Activation, if it is not that of the body."""

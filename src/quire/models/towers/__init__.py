@@ -25,12 +25,12 @@ class Tower(nn.Module):
 
     @staticmethod
     def heads(facts: Any) -> tuple[int, ...]:
-        """Return the head counts of its encoders, or () if it does not support tensor parallelism."""
+        """Return the head counts of the encoders, or () if the tower does not support tensor parallelism."""
         return (getattr(facts, "vit", facts).heads,)
 
     @classmethod
     def can_shard(cls, media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
+        """Return whether the tower's layers can be sharded over `count` devices."""
         heads = cls.heads(media.tower)
         return bool(heads) and all(number % count == 0 for number in heads)
 

@@ -150,8 +150,9 @@ class Llava(FixedSizeTower):
 
 
 class Anyres(Llava):
-    """The processor gives, for each output vector, its index among the vectors of all squares; the last index
-    is the newline vector. With four indices each, the vectors are averaged by weight."""
+    """LLaVA-NeXT and LLaVA-OneVision encoder. The processor gives, for each output vector, an index among the
+    vectors of all squares; the last index is the newline vector. With four indices per output vector, the
+    four vectors are averaged by weight."""
 
     facts: AnyresFacts
 

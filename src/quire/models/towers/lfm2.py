@@ -17,7 +17,7 @@ from quire.models.towers.any_size import AnySizeTower, Grid, channel_last_patche
 _NAMES = ("model.vision_tower.vision_model", "model.vision_tower")
 _EPS = 1e-5
 _TILE = 16
-"""Squares on a side of the tiles of a blank item."""
+"""Squares of patches along a side of a tile of a blank item."""
 
 
 class Lfm2VL(AnySizeTower):

@@ -33,8 +33,8 @@ class Qwen3OmniVisionTower(Qwen3VL):
 
 class Qwen3OmniAudioTower(nn.Module):
     """Audio encoder over chunks of frames, with attention within groups of chunks. The last chunk is padded
-    to full length; the only one if `pads_alone`. `projector` is the scope of the output layers, if they are
-    not among the encoder's."""
+    to full length; a chunk that is the only one, only if `pads_alone`. `projector` is the scope of the output
+    layers; None if they are in the encoder's scope."""
 
     def __init__(
         self, facts: OmniAudioFacts, scope: Scope, *, projector: Scope | None = None, pads_alone: bool = False
