@@ -84,7 +84,7 @@ class CrossAttention(nn.Module):
 class CrossAttentionCache(nn.Module):
     """Cross-attention KV cache of all layers, with one slot per item, and the slot of each row.
 
-    For the attention backend each token is its own sequence, and the item's vectors are the earlier tokens.
+    For the attention backend each token is a sequence, whose earlier tokens are the item's vectors.
     """
 
     def __init__(self, layers: Sequence[CrossAttention], num_vectors: int, scope: Scope) -> None:

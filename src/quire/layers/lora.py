@@ -61,7 +61,7 @@ class AdapterSlots:
         self.refused: dict[str, str] = {}
         """Layers that take no adapters although similar layers do, with the reason."""
         self.unused = ""
-        """Pattern of layer names that are not computed; adapter weights for them are ignored."""
+        """Pattern of the names of layers that are not computed; their adapter weights are ignored."""
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
 

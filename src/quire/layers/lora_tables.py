@@ -30,7 +30,7 @@ class _SlotRows:
     rows: Tensor
     """[slots, num_rows, hidden]"""
     _replace_by_rows: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes the logits of each token by itself, so that their bits do not depend on the batch."""
+    """Computes the logits of each token separately, so that the logits' bits do not depend on the batch."""
     _replace_by_slots: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Computes the logits of all tokens for each slot, without branches on the tokens' slots."""
 
@@ -61,7 +61,7 @@ class LoRATable(_SlotRows):
         super().__init__(names, slots, shard.size, hidden)
         self.shard, self.group = shard, group
         self.has_table = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
-        """Whether the adapter of each slot has such a table."""
+        """Whether the adapter of each slot replaces this embedding or head."""
 
     def put(self, slot: int, table: Tensor | None) -> None:
         """Store the table of a slot's adapter; `table` is None if the adapter has no table."""

@@ -161,7 +161,7 @@ class ExpertLoRALayers:
         self.down: LoRALayer | None = None
 
     def of(self, batch: Batch | None) -> ExpertAdapters | None:
-        """Return the adapters of the batch's tokens; None if no token has one."""
+        """Return the adapters of the batch's tokens; None if no token has an adapter."""
         if self.gate_up is None or self.down is None:
             return None
         assert batch is not None, "experts that take adapters need the batch: call layer(x, batch)"
@@ -247,7 +247,7 @@ class Experts(nn.Module):
     mix: Callable[..., Tensor]
     """Kernel of the experts; set by `finish`."""
     loads: Tensor | None
-    """Number of tokens routed to each expert; None if they are not counted."""
+    """Number of tokens routed to each expert; None if tokens are not counted."""
 
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Experts(nn.Module):
         self.scope_name = scope.name
         self.dispatch = scope.ep
         self.places = None if scope.ep is None else scope.ep.place(moe.experts, scope.device)
-        """Placement of experts under expert parallelism; None without it."""
+        """Placement of the experts on devices; None without expert parallelism."""
         self.group = scope.group if self.places is None else ALONE
         self.shard = divided(self.group, moe.intermediate)
         self.num_experts = moe.experts

@@ -55,7 +55,7 @@ class GGUFSource(Source):
         return raw[rows[(*before, span)]] if axis < rows.ndim else raw[:, span][rows]
 
     def fill(self, target: Target) -> None:
-        """Fill a target with dequantized values, or with the bytes of the file if it takes bytes."""
+        """Fill a target with dequantized values, or with the bytes of the file if the target is uint8."""
         view, into = self._views[target.name], target.tensor
         self._num_read += view.tensor.nbytes
         if self._num_read > _KEPT_BYTES:

@@ -95,8 +95,9 @@ def _one(name: str, tensor: GGUFTensor, facts: ArchFacts) -> View:
 def _repeated_keys(name: str, tensor: GGUFTensor, facts: ArchFacts) -> NDArray[np.intp] | None:
     """Return the rows of queries, keys and values of Qwen3.5, with a query and a key for each value head.
 
-    Value head i belongs to key head i modulo their number in these files, but to i divided by their ratio
-    in checkpoints. Value heads cannot be moved: columns of the output projection share blocks."""
+    With k key heads and r value heads per key head, value head i belongs to key head i % k in these files,
+    but to key head i // r in checkpoints. Value heads cannot be moved: columns of the output projection
+    share blocks."""
     if not name.endswith((".in_proj_qkv.weight", ".linear_attn.conv1d.weight")) or facts.state is None:
         return None
     state = facts.state

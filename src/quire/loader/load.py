@@ -98,7 +98,7 @@ def load_model(
     on_built: Callable[[nn.Module, Mapping[str, tuple[int, ...]]], None] | None = None,
 ) -> Any:
     """Return the model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a
-    decoder, or the result of `build`. With several workers it has this rank's shard of its stage's layers.
+    decoder, or the result of `build`. With several workers the model has this rank's shard of its stage.
 
     `packed` keeps the weights of a GGUF file as stored where the device can compute with them; `quant`
     describes the quantization of other files. `on_progress` receives the loaded fraction. With `ep` each
@@ -326,9 +326,9 @@ def _weight_dtype(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the name of a tensor in the checkpoint. Checkpoints of a body alone omit its prefix, and
-    multimodal ones add one or two. Early BERTs name norm weights gamma and beta. torch fuses query, key and
-    value weights under another name."""
+    """Return the name of a tensor in the checkpoint. Checkpoints of a body alone omit the body's prefix;
+    multimodal checkpoints add one or two prefixes. Early BERTs name norm weights gamma and beta. torch fuses
+    query, key and value weights under another name."""
     if name in stored:
         return name
     body, _, rest = name.partition(".")

@@ -26,7 +26,7 @@ from quire.quant.unquantized import PlainExperts, PlainWeight
 from quire.quant.weight import Weight, frozen_parameter, placeholder_parameter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of tensors in an update; they are converted to that of the layer."""
+"""Dtypes of tensors in an update; the tensors are converted to the layer's dtype."""
 
 
 class TensorInfo(NamedTuple):
@@ -39,7 +39,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(slots=True)
 class _Twin:
-    """A layer and its copy from before it was loaded, which holds no memory."""
+    """A layer, and a copy of it from before loading that holds no memory."""
 
     layer: Any
     empty: Any
@@ -82,7 +82,7 @@ class StagedUpdate:
     def __init__(self, twins: LayerTwins) -> None:
         self._twins = twins
         self._staged: dict[int, tuple[_Twin, Any, set[str]]] = {}
-        """By layer: its twin, the layer with new weights, and the tensors that it still needs."""
+        """By layer: its twin, the copy with new weights, and the names of tensors that the copy still needs."""
 
     def check(self, infos: Iterable[TensorInfo]) -> None:
         """Raise a RequestError that names the first tensor that does not fit the model."""

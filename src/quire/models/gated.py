@@ -118,7 +118,7 @@ class BeamAttention(llama4.Attention):
 
 
 class BeamLayer(SandwichLayer):
-    """Attention, then MLP or experts, each with a norm before and after; residual sums have layer factors."""
+    """Attention, then MLP or experts, each with a norm before and after; depth scales the residual sums."""
 
     Mixer: LayerFactory = BeamAttention
 

@@ -1,5 +1,4 @@
-"""Gemma 3n: alternating updates of several states (AltUp), per-layer token embeddings, and last layers that
-share the KV cache of earlier layers."""
+"""Gemma 3n: several states per token (AltUp), per-layer token embeddings, KV caches shared by layers."""
 
 from collections.abc import Callable
 from statistics import NormalDist

@@ -30,7 +30,7 @@ class OlmoDeltaLayer(llama.Layer):
 
 
 def _stored_norm(scope: Scope, *names: str) -> str:
-    """Return the first of these norms that the checkpoint has in this layer, or the first of all."""
+    """Return the first of `names` that is a norm of this layer in the checkpoint; names[0] if none is."""
     return next((name for name in names if scope.is_stored(f"{scope.name}.{name}.weight")), names[0])
 
 

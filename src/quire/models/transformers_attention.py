@@ -122,7 +122,7 @@ def config_errors(name: str, remedy: str = "") -> Iterator[None]:
 
 def build(borrowed: TransformersFacts, scope: Scope) -> Any:
     """Build the model with uninitialized weights and with the buffers computed from its configuration. A
-    model with a cache of its own uses transformers' attention, any other Quire's."""
+    model with a cache of its own uses transformers' attention, any other model Quire's attention."""
     import transformers
 
     if int(transformers.__version__.split(".")[0]) < 5:

@@ -1,7 +1,7 @@
 """NVFP4, MXFP8 and MXFP4 weights: floats of 4 or 8 bits with a scale per block of inputs.
 
-MXFP4 is repacked into the blocks of GGUF files, which have kernels on both devices. The others are
-dequantized when a layer is loaded. Inputs are not quantized."""
+MXFP4 is repacked into the blocks of GGUF files, which have kernels on CPU and GPU. NVFP4 and
+MXFP8 are dequantized when a layer is loaded. Inputs are not quantized."""
 
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) weights with scales, stored as such or quantized while they are loaded.
+"""FP8 (e4m3) weights with scales: stored in FP8, or quantized while they are loaded.
 
 Inputs are quantized dynamically, with a scale per token (or, for block-wise weights, per 128 values). Input
 scales of a checkpoint are not used."""

@@ -14,7 +14,7 @@ from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter
 
 
 class HqqFormat:
-    """Keeps weights packed if groups have consecutive inputs; others are dequantized."""
+    """Keeps weights packed if groups have consecutive inputs; other weights are dequantized."""
 
     def __init__(self, scheme: Hqq, plain: Format) -> None:
         self.scheme = scheme

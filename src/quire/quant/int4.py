@@ -146,7 +146,7 @@ class Int4Tensors(Protocol):
     def read(
         self, stored: dict[str, Tensor], outputs: Runs, inputs: Shard
     ) -> tuple[Int4Codes, Tensor | None]:
-        """Return the codes of a weight, and the order of its inputs if it differs from that of x."""
+        """Return the codes of a weight, and the order of its inputs; None if the order is that of x."""
 
 
 class GroupedTensors:

@@ -158,7 +158,7 @@ def _read_torchao_pairs(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Ten
 _TILE_INPUTS, _TILE_OUTPUTS = 16, 8
 """Inputs and outputs of a tile of the tensor cores, in weights that torchao has packed for them."""
 TILED_INPUTS = 1024
-"""Weights packed in tiles are padded to a multiple of these inputs."""
+"""Number to whose multiple the inputs of weights packed in tiles are padded."""
 _TILE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Index of the input in each field of a word of 8 codes, from the lowest bits on."""
 
@@ -206,7 +206,7 @@ LAYOUTS = {
 
 
 def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int4Codes, Tensor | None]:
-    """Return the codes of a weight, and the order of its inputs if it differs from that of x."""
+    """Return the codes of a weight, and the order of its inputs; None if the order is that of x."""
     layout, order = LAYOUTS[scheme.layout], None
     codes, scales, zeros = layout.read(scheme, stored)
     if not zeros.is_floating_point():

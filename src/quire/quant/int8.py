@@ -1,4 +1,4 @@
-"""8-bit weights with a scale per output: stored as such, or quantized while they are loaded."""
+"""8-bit weights with a scale per output: stored in int8, or quantized while they are loaded."""
 
 import functools
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from quire.quant.weight import (
 )
 
 _ALIGNED = 16
-"""Inputs of experts on a GPU must be a multiple of this."""
+"""Sizes of experts must be multiples of this number for the GPU kernels."""
 
 
 class Int8Format:

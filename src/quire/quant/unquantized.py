@@ -1,4 +1,4 @@
-"""Unquantized weights, in the model's dtype or a narrower one that matmuls widen."""
+"""Unquantized weights, in the model's dtype or in a narrower dtype that matmuls widen."""
 
 import functools
 from collections.abc import Callable

@@ -80,8 +80,8 @@ class StoredTensors(nn.Module):
         change."""
 
     def finish(self) -> None:
-        """Finish loading; called once. A weight that does not override it can be saved in this state, and
-        restored by filling its tensors and calling `find_kernels`."""
+        """Finish loading; called once. A weight class that does not override `finish` can be saved in this
+        state, and restored by filling its tensors and calling `find_kernels`."""
         self.repack()
         self.find_kernels()
 
@@ -94,8 +94,8 @@ class StoredTensors(nn.Module):
 
 
 class Weight(StoredTensors):
-    """The weight of a linear layer. Fused kernels are optional: None if there is no such kernel. They are set
-    by `finish`."""
+    """The weight of a linear layer. `finish` sets the kernels; fused kernels are optional, and None if there
+    is no such kernel."""
 
     product: Callable[[Tensor], Tensor]
     """Computes x W^T + b; set by `finish`."""

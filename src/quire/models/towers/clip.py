@@ -1,5 +1,7 @@
-"""CLIP and SigLIP vision encoders over square images, their embeddings of images, and the models with a small
-projector after them: LLaVA (Next, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3."""
+"""CLIP and SigLIP vision encoders over square images: alone, or with a small projector to a decoder.
+
+Models with a projector: LLaVA (NeXT, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import ceil

@@ -21,8 +21,8 @@ _TILE = 16
 
 
 class Lfm2VL(AnySizeTower):
-    """LFM2-VL encoder. `tiles` of an image is [tiles, 3, side, side], and `pixels`, the whole image after
-    them, is [3, height, width]; either may be missing."""
+    """LFM2-VL encoder. `tiles` of an image is [tiles, 3, side, side], and `pixels`, the whole image
+    after the tiles, is [3, height, width]; either array may be missing."""
 
     facts: Lfm2VLFacts
     arrays = ("pixels", "tiles")
