@@ -22,8 +22,8 @@ _LEAST_OUTPUTS = 16
 
 
 class Linear(nn.Module):
-    """x W^T + b, with the outputs of `parts` (checkpoint name -> size) concatenated. A part may list its
-    shards (`Runs`) in place of a size that is `divided` evenly."""
+    """Computes x W^T + b and concatenates the outputs of `parts` (checkpoint name -> size). A part may list
+    its shards (`Runs`) in place of a size that is `divided` evenly."""
 
     divided: ClassVar[Literal["outputs", "inputs"] | None] = None
     """Dimension that is sharded evenly over the group."""

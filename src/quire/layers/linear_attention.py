@@ -88,7 +88,7 @@ class LightningAttention(SSMMixer):
     def __init__(
         self, hidden: int, facts: StateFacts, scope: Scope, *, depth: float, activation: str
     ) -> None:
-        """Build the layer. `depth` is the layer's number over the last layer's; deeper layers decay slower."""
+        """Build the layer. `depth` is the layer's number over the last layer's: deep layers decay slower."""
         inner, heads = divided(scope.group, facts.heads * facts.head_dim), divided(scope.group, facts.heads)
         super().__init__((), facts, (heads.size, facts.head_dim, facts.state), scope)
         queries, keys, values = ungrouped_order(heads.size, *[inner.size] * 3).chunk(3)

@@ -82,7 +82,7 @@ class SafetensorsSource(Source):
     """The tensors of safetensors files."""
 
     num_readers = 4
-    """A modern disk is fastest with several reads in flight."""
+    """Number of reader threads: a modern disk is fastest with several reads in flight."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self.entries = merged_entries(self._find(checkpoint))

@@ -19,7 +19,7 @@ from quire.quant.experts import StoredExperts
 from quire.quant.weight import Weight
 
 VERSION = 1
-"""Version of the weight layouts; raised when an older state would be read wrongly."""
+"""Version of the weight layouts; increased when an older state would be read wrongly."""
 PART = "model-rank-{rank}-part-{part}.safetensors"
 _PART_BYTES = 5 << 30
 

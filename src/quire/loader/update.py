@@ -82,7 +82,7 @@ class StagedUpdate:
     def __init__(self, twins: LayerTwins) -> None:
         self._twins = twins
         self._staged: dict[int, tuple[_Twin, Any, set[str]]] = {}
-        """By layer: its twin, the copy with new weights, and the names of tensors that the copy still needs."""
+        """By layer: its twin, the copy with new weights, and the names of the tensors still missing."""
 
     def check(self, infos: Iterable[TensorInfo]) -> None:
         """Raise a RequestError that names the first tensor that does not fit the model."""
@@ -152,7 +152,7 @@ class StagedUpdate:
 
 
 def refuse_fixed(model: nn.Module) -> None:
-    """Raise a RequestError if a weight of the model has a form that cannot be made again from new values."""
+    """Raise a RequestError if a weight of the model has a form that cannot be rebuilt from new values."""
     if kind := repacked_kind(model):
         raise RequestError(
             f"weights of the kind {kind} cannot be updated: the checkpoint stores them quantized, and a"

@@ -87,8 +87,8 @@ class StoredExperts(StoredTensors):
             self.mix.refresh()
 
     def by_expert(self) -> list[list[Tensor]]:
-        """Return the bytes that kernels read, by tensor and expert. Copying an expert's bytes moves the
-        expert."""
+        """Return the bytes that kernels read, by tensor and expert. Expert load balancing moves an expert by
+        copying its bytes."""
         if isinstance(self.mix, CpuExperts):
             return self.mix.by_expert()
         return [_split_bytes(tensor, self.shape.experts) for tensor in self.parameters() if tensor.numel()]
