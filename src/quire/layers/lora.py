@@ -121,7 +121,7 @@ class AdapterSlots:
             part.unbind()
 
     def pin_spares(self, count: int, size: int) -> None:
-        """Pin host memory in advance for `count` adapters of `size` elements: pinning is slower than reading."""
+        """Pin host memory in advance for `count` adapters of `size` elements: pinning takes long."""
         while len(self._spares) < count:
             self._spares.append(torch.empty(size, dtype=self.dtype, pin_memory=True))
 
