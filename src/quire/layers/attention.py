@@ -21,7 +21,7 @@ _SCALE_NAMES = {
     "k": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
     "v": ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
 }
-"""Names of the scales inside of an attention layer, in order of preference."""
+"""Checkpoint names of the KV cache scales, relative to an attention layer, in order of preference."""
 
 
 class Caching(Protocol):
@@ -31,13 +31,13 @@ class Caching(Protocol):
     def cache_spec(self) -> CacheSpec: ...
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
-        """Use these bytes as the cache: consecutive planes, each with one page per block. An SSM state is
+        """Use `memory` as the cache: consecutive planes, each with one page per block. An SSM state is
         [rows, bytes_per_row], with the last row for padding; the first token of a sequence resets its row.
         `group` is the KV cache group of the layer's blocks."""
 
 
 class KVScales(LoadedModule):
-    """Scale of the keys and scale of the values of an attention layer; 1.0 if not stored."""
+    """Scales of the cached keys and values of an attention layer; 1.0 if the checkpoint has none."""
 
     def __init__(self, attention: str, scope: Scope) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class PagedAttention(LoadedModule):
         self.spec = spec
         self.rope = rope
         self.norms: HeadNorms | None = None
-        """QK norms per head; None if there are none."""
+        """Weights of the QK norms of each head; None if the model has no such norms."""
         self.backend, self.ops = scope.backend, scope.ops
         self.sinks = frozen_parameter(scope.empty(spec.heads)) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
@@ -106,7 +106,8 @@ class PagedAttention(LoadedModule):
         group: int,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Use these bytes as the KV cache, with `part`, the (index, count) of layers interleaved by token."""
+        """Use `memory` as the KV cache. `part` is (index, count): `count` layers share the memory,
+        interleaved by token, and this layer is number `index`."""
         (index, count), spec = part, self.spec
         size = spec.head_dim + (SCALE_BYTES if cache_dtype == torch.int8 else 0)
         planes = memory.view(cache_dtype).view(2, -1, block_size, count, spec.kv_heads, size)
@@ -114,7 +115,8 @@ class PagedAttention(LoadedModule):
         self.bind(k_cache, v_cache, group)
 
     def bind(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:
-        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each; int8 scales follow heads."""
+        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each. In int8 caches each head is
+        followed by its scale."""
         assert k_cache.shape == v_cache.shape and k_cache.shape[2] == self.spec.kv_heads
         assert head_size(k_cache) == self.spec.head_dim
         self.k_cache, self.v_cache, self.group = k_cache, v_cache, group

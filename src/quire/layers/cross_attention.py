@@ -72,7 +72,8 @@ class CrossAttention(nn.Module):
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
     def forward(self, x: Tensor, cross_batch: Batch) -> Tensor:
-        """Return the attention of x [T, hidden] to its items; `cross_batch` is the batch of `cross_batch`."""
+        """Return the attention [T, hidden] of x [T, hidden] to the items of its rows; `cross_batch` is from
+        `CrossAttentionCache.cross_batch`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         q = self.q(x, cross_batch).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.records_queries else None
@@ -83,7 +84,7 @@ class CrossAttention(nn.Module):
 class CrossAttentionCache(nn.Module):
     """Cross-attention KV cache of all layers, with one slot per item, and the slot of each row.
 
-    For the attention backend each token is its own sequence, and the item's vectors are the earlier tokens.
+    For the attention backend each token is a sequence, whose earlier tokens are the item's vectors.
     """
 
     def __init__(self, layers: Sequence[CrossAttention], num_vectors: int, scope: Scope) -> None:

@@ -15,7 +15,7 @@ from quire.quant.sharding import Shard, padded
 from quire.quant.weight import LinearShape, frozen_parameter
 
 _HEAD = "lm_head"
-"""Name of the head in transformers, which adapters use whatever the checkpoint's name is."""
+"""Name of the LM head in transformers; adapters use this name even if the checkpoint has another."""
 
 
 class _Table(nn.Module):
@@ -88,7 +88,7 @@ class _Table(nn.Module):
 
 
 class TokenEmbedding(_Table):
-    """Token embedding."""
+    """Token embedding, sharded over the vocabulary, with optional LoRA."""
 
     def __init__(self, vocab: int, hidden: int, scope: Scope) -> None:
         super().__init__(vocab, hidden, scope)
@@ -111,7 +111,7 @@ class TokenEmbedding(_Table):
         assert self.weight.rows is not None, "this weight format does not support embedding lookup"
 
     def forward(self, token_ids: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return the embeddings [T, hidden], of the adapters in `batch` where tokens have one."""
+        """Return the embeddings [T, hidden], with the adapters of the batch's tokens applied."""
         lora = None if batch is None else batch.lora
         if lora is None:
             return self.rows(token_ids)
@@ -150,7 +150,7 @@ class Positions(LoadedModule):
 
 
 class Head(LoadedModule):
-    """LM head; `tied` is the embedding that it shares its weight with, `unit` gives its rows unit length."""
+    """LM head. `tied` is the embedding whose weight the head shares; `unit` gives the rows unit length."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Head(LoadedModule):
             yield Target(f"{self.name}.bias", self.bias)
 
     def forward(self, x: Tensor, lora: LoRATokens | None = None) -> Tensor:
-        """Return the logits of x [N, hidden]; `lora` has the adapters of its rows."""
+        """Return the logits [N, vocab] of x [N, hidden]; `lora` has the adapter slots of the rows of x."""
         out = self.table.multiply(x) if lora is None else self._adapted_logits(x, lora)
         return out if self.bias is None else out.add_(self.bias)
 

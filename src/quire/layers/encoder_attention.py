@@ -59,7 +59,8 @@ class EncoderAttention(nn.Module):
         self.out = RowLinear(facts.hidden, facts.hidden, scope / out, bias=facts.out_bias)
 
     def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None = None) -> Tensor:
-        """Attend over `texts` and return [T, hidden]. A `bias` is added to the scores, in plain torch."""
+        """Attend within each of `texts` and return [T, hidden]. A `bias` is added to the attention scores;
+        then plain torch computes the attention."""
         q, k, v = self.qkv.multiply(x, batch).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
         if self.rope is not None:
             cos, sin = self.rope.table[batch.positions][:, None].chunk(2, -1)

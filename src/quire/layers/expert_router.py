@@ -28,7 +28,7 @@ class ExpertRouter(Linear):
         self.ops = scope.ops
         self.routing = moe.routing
         self.chosen: Routes | None = None
-        """The weight's fused kernel of router GEMM and top-k, if it has one."""
+        """Fused kernel of router GEMM and top-k; None if the weight has no such kernel."""
 
     def bind_kernels(self) -> None:
         super().bind_kernels()
@@ -42,7 +42,7 @@ class ExpertRouter(Linear):
         return ids, weights
 
     def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, without keeping the ids for requests that return them."""
+        """Return expert ids and weights as `forward` does, but do not record the ids in the batch."""
         if self.chosen is not None and self.adapters_of(batch) is None:
             return self.chosen(x, routing=self.routing, bias=bias)
         return self.ops.route(self.multiply(x, batch), self.routing, bias)

@@ -22,15 +22,15 @@ _LEAST_OUTPUTS = 16
 
 
 class Linear(nn.Module):
-    """x W^T + b, with the outputs of `parts` (checkpoint name -> size) concatenated. A part may list its
-    shards (`Runs`) in place of a size that is `divided` evenly."""
+    """Computes x W^T + b and concatenates the outputs of `parts` (checkpoint name -> size). A part may list
+    its shards (`Runs`) in place of a size that is `divided` evenly."""
 
     divided: ClassVar[Literal["outputs", "inputs"] | None] = None
     """Dimension that is sharded evenly over the group."""
     is_summed: ClassVar[bool] = False
     """Whether the outputs are all-reduced, so that only the first rank adds the bias."""
     quantizable: ClassVar[bool] = True
-    """Whether its weight may be quantized on load."""
+    """Whether the layer's weight may be quantized on load."""
     product: Callable[[Tensor], Tensor]
     """[T, size_in] -> [T, outputs of all parts], without adapters; set by `finish`."""
 
@@ -57,7 +57,7 @@ class Linear(nn.Module):
         )
         self.weight = scope.linear(self.part_names, shape)
         self.lora_layer = self._build_lora(scope)
-        """LoRA layer; None if it takes no adapters."""
+        """LoRA layer; None if this linear layer takes no adapters."""
 
     def _build_lora(self, scope: Scope) -> LoRALayer | None:
         slots = scope.adapters
@@ -163,7 +163,7 @@ class RowLinear(OneLinear):
     divided = "inputs"
     is_summed = True
     of_gates: Callable[[Tensor], Tensor] | None = None
-    """The weight's fused kernel of silu(gate) * up and this GEMM, if it has one."""
+    """Fused kernel of silu(gate) * up and this layer's GEMM; None if the weight has no such kernel."""
 
     def __init__(
         self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False, sums: bool = True
@@ -224,14 +224,14 @@ class QKVLinear(Linear):
         self.by_head = by_head
         self.ops = scope.ops
         self.norms: HeadNorms | None = None
-        """QK norms over all heads; None if there are none."""
+        """Weights of the QK norms over all heads; None if the model has no such norms."""
         self.transform_qkv: Callable[[Tensor], Tensor] | None = None
         """Further transform of queries, keys and values before RoPE."""
         self.norm_parts = scope.ops.norm_parts
         if group.size > 1:
             self.norm_parts = partial(norm_sharded_parts, group=group)
         self.entered: Callable[[Tensor, HeadEntry], Tensor | None] | None = None
-        """The weight's fused kernel of QKV projection, RoPE and cache write, if it has one."""
+        """Fused kernel of QKV projection, RoPE and cache write; None if the weight has no such kernel."""
 
     def orders(self) -> list[Tensor]:
         q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
@@ -263,7 +263,7 @@ class QKVLinear(Linear):
         return self.ops.rotate_and_write(self.multiply(x, batch), entry) if q is None else q
 
     def _project_fused(self, x: Tensor, entry: HeadEntry, batch: Batch | None) -> Tensor | None:
-        """Run the weight's fused kernel; return None if it has none."""
+        """Run the weight's fused kernel; return None if there is no such kernel or it does not support x."""
         if (adapters := self.adapters_of(batch)) is None:
             return None if self.entered is None else self.entered(x, entry)
         lora_layer, lora = adapters
@@ -308,7 +308,7 @@ class GateUpLinear(Linear):
         self.ops = scope.ops
         self.activation = activation
         self.gated: Callable[[Tensor], Tensor] | None = None
-        """The weight's fused kernel of gate, up and silu, if it has one."""
+        """Fused kernel of gate, up and silu; None if the weight has no such kernel."""
 
     def bind_kernels(self) -> None:
         super().bind_kernels()

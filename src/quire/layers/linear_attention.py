@@ -1,5 +1,4 @@
-"""Linear attention with a state in place of a KV cache: the delta rule with separate projections, also with a
-decay per key channel (KDA), and lightning attention."""
+"""Linear attention with a state in place of a KV cache: delta rule (also KDA) and lightning attention."""
 
 import math
 from collections.abc import Iterator
@@ -89,7 +88,7 @@ class LightningAttention(SSMMixer):
     def __init__(
         self, hidden: int, facts: StateFacts, scope: Scope, *, depth: float, activation: str
     ) -> None:
-        """Build the layer; `depth` is its number over that of the last one: deeper layers decay slower."""
+        """Build the layer. `depth` is the layer's number over the last layer's: deep layers decay slower."""
         inner, heads = divided(scope.group, facts.heads * facts.head_dim), divided(scope.group, facts.heads)
         super().__init__((), facts, (heads.size, facts.head_dim, facts.state), scope)
         queries, keys, values = ungrouped_order(heads.size, *[inner.size] * 3).chunk(3)

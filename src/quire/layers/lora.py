@@ -54,19 +54,19 @@ class AdapterSlots:
         self.has_extra_vocab = np.zeros(max_slots + 1, np.bool_)
         """Whether the adapter of each slot has extra rows; the last entry stands for no adapter."""
         self.num_new = np.zeros(max_slots + 1, np.int32)
-        """Number of tokens beyond the model's vocabulary of each slot's adapter."""
+        """Number of new tokens, beyond the model's vocabulary, of the adapter in each slot."""
         self.layers: dict[str, LoRALayer] = {}
         self.stacks: dict[str, LoRAStack] = {}
-        """Experts that some checkpoints store as one tensor, by its name."""
+        """Stacks of experts, by the names that adapters may use for the matrices of all experts together."""
         self.refused: dict[str, str] = {}
         """Layers that take no adapters although similar layers do, with the reason."""
         self.unused = ""
-        """Pattern of layer names that are not computed; adapter weights for them are ignored."""
+        """Pattern of the names of layers that are not computed; their adapter weights are ignored."""
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
 
     def plan(self, lora: LoRATokens | None) -> LoRATokens | None:
-        """Return the tokens with the metadata of the kernels; None if there are no tokens."""
+        """Return `lora` with the metadata that LoRA kernels need; None if there are no tokens."""
         if lora is None or not len(lora.slots):
             return None
         layer = next(iter(self.layers.values()), None)
@@ -79,7 +79,7 @@ class AdapterSlots:
         return not self.only or any(name.rpartition(".")[2] in self.only for name in names)
 
     def add_table(self, kind: str, name: str, shard: Shard, hidden: int, group: Group) -> LoRATable | None:
-        """Reserve memory for adapters that replace this embedding or head; None if they may not."""
+        """Reserve memory for adapters that replace this embedding or head; return None if none may."""
         if kind not in self.whole_modules:
             return None
         table = self.tables[name] = LoRATable(_known_as(kind, name), self, shard, hidden, group)
@@ -88,7 +88,7 @@ class AdapterSlots:
     def add_vocab_rows(
         self, kind: str, name: str, vocab: int, hidden: int, *, tied: bool = False
     ) -> LoRAVocabRows | None:
-        """Reserve memory for extra rows of this embedding or head; None if adapters may not have any."""
+        """Reserve memory for extra rows of this embedding or head; return None if none are allowed."""
         if not self.max_extra_vocab:
             return None
         rows = self.vocab_rows[kind] = LoRAVocabRows(_known_as(kind, name), self, vocab, hidden, tied=tied)
@@ -121,7 +121,7 @@ class AdapterSlots:
             part.unbind()
 
     def pin_spares(self, count: int, size: int) -> None:
-        """Pin memory ahead for `count` adapters of `size` elements: pinning takes longer than reading."""
+        """Pin host memory in advance for `count` adapters of `size` elements: pinning takes long."""
         while len(self._spares) < count:
             self._spares.append(torch.empty(size, dtype=self.dtype, pin_memory=True))
 
@@ -133,7 +133,7 @@ class AdapterSlots:
         return torch.empty(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
     def room(self, ranks: Mapping[str, int]) -> dict[str, LoRAFactors]:
-        """Allocate contiguous host memory for an adapter of these ranks, by LoRA layer."""
+        """Allocate contiguous host memory for an adapter; `ranks` holds its rank in each LoRA layer."""
         shapes = {name: self.layers[name].shapes(rank) for name, rank in ranks.items()}
         size = sum(math.prod(shape) for both in shapes.values() for shape in both)
         memory, factors, at = self._host_memory(size), {}, 0
@@ -180,5 +180,5 @@ def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
 
 
 def _known_as(kind: str, name: str) -> tuple[str, ...]:
-    """Return adapters' names of an embedding or head: transformers always saves a head as lm_head."""
+    """Return the names that adapters use for an embedding or head; transformers saves a head as lm_head."""
     return (name, kind) if kind == "lm_head" else (name,)

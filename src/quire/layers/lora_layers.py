@@ -46,7 +46,7 @@ class LoRASlots(Protocol):
 
 
 class LoRALayer:
-    """Adapter weights of a linear layer: `a` shrinks inputs to the ranks of each part, `b` expands these."""
+    """Adapter weights of a linear layer: `a` shrinks inputs to ranks, `b` expands the ranks to outputs."""
 
     a: Tensor
     """[slots, parts * max_rank, size_in], not contiguous over slots; [slots, experts, ...] for experts"""
@@ -118,7 +118,7 @@ class LoRALayer:
 
 
 class LoRARanksLayer(LoRALayer):
-    """LoRA of a column-parallel layer: each device shrinks to a shard of the ranks, then all gather them."""
+    """LoRA of a column-parallel layer: each device shrinks to a shard of ranks; the shards are gathered."""
 
     def __init__(
         self, name: str, slots: LoRASlots, size_in: int, sizes: tuple[int, ...], ops: Ops, group: Group
@@ -254,7 +254,7 @@ class LoRATarget(NamedTuple):
 
     lora_layer: LoRALayer
     part: slice
-    """Parts of the LoRA layer that it fills; several for a fused matrix."""
+    """Parts of the LoRA layer that the matrix fills; several for a fused matrix."""
     inputs: Shard
     outputs: Runs
     order: Callable[[], Tensor | None] = in_order
@@ -272,7 +272,7 @@ class LoRATarget(NamedTuple):
         return int(self.part.stop - self.part.start)
 
     def of(self, factors: LoRAFactors) -> LoRAFactors:
-        """Return its part of the layer's factors: [parts, rank, size_in] and [outputs, rank]."""
+        """Return the matrix's part of the layer's factors: [parts, rank, size_in] and [outputs, rank]."""
         a, b = factors if self.expert is None else (factor[self.expert] for factor in factors)
         if self.is_table:
             return LoRAFactors(a, b)

@@ -30,7 +30,7 @@ class _SlotRows:
     rows: Tensor
     """[slots, num_rows, hidden]"""
     _replace_by_rows: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes the logits of each token by itself, so that their bits do not depend on the batch."""
+    """Computes the logits of each token separately, so that the logits' bits do not depend on the batch."""
     _replace_by_slots: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Computes the logits of all tokens for each slot, without branches on the tokens' slots."""
 
@@ -61,10 +61,10 @@ class LoRATable(_SlotRows):
         super().__init__(names, slots, shard.size, hidden)
         self.shard, self.group = shard, group
         self.has_table = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
-        """Whether the adapter of each slot has such a table."""
+        """Whether the adapter of each slot replaces this embedding or head."""
 
     def put(self, slot: int, table: Tensor | None) -> None:
-        """Store the table of a slot's adapter; None if it has none."""
+        """Store the table of a slot's adapter; `table` is None if the adapter has no table."""
         self.has_table[slot] = table is not None
         if table is not None:
             self.rows[slot].copy_(table, non_blocking=True)
@@ -101,9 +101,9 @@ class LoRATable(_SlotRows):
 
 class LoRAVocabRows(_SlotRows):
     """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains. Each slot has
-    `slots.max_extra_vocab` of them, replicated on all devices of a group. They are read only in steps in
-    which some row has an adapter with extra rows (`LoRATokens.uses_extra_vocab`). The rows that an adapter
-    lacks for a head that is `tied` are those of the embedding."""
+    `slots.max_extra_vocab` extra rows, replicated on all devices of a group. Kernels read the extra rows only
+    in steps where some token's adapter has extra rows (`LoRATokens.uses_extra_vocab`). A `tied` head without
+    rows of its own in an adapter takes the adapter's embedding rows."""
 
     def __init__(
         self, names: tuple[str, ...], slots: LoRASlots, vocab: int, hidden: int, *, tied: bool
@@ -116,7 +116,7 @@ class LoRAVocabRows(_SlotRows):
         self._counts = [0] * slots.max_slots
 
     def put(self, slot: int, vocab: LoRAVocab | None) -> None:
-        """Store the extra rows of a slot's adapter; None if it has none."""
+        """Store the extra rows of a slot's adapter; `vocab` is None if the adapter has no extra rows."""
         count = self._counts[slot] = 0 if vocab is None else len(vocab.ids)
         self._ids[slot].fill_(_NO_TOKEN)
         if vocab is not None:

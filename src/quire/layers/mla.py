@@ -24,8 +24,8 @@ from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 
 class MLAAttention(nn.Module):
-    """Writes the latents of tokens to the cache and attends to them; its weight is kv_b_proj. The heads are
-    this device's shard, the latents are replicated."""
+    """Writes the latents of tokens to the cache and attends to cached latents; the weight is kv_b_proj. Heads
+    are sharded over the devices of a group, latents are replicated."""
 
     def __init__(self, spec: MLASpec, rope: Rope, norm: RMSNorm, scope: Scope, *, index_dim: int = 0) -> None:
         """Build the layer. `index_dim` is the size of the sparse indexer's keys; 0 if there is no indexer."""
@@ -50,7 +50,7 @@ class MLAAttention(nn.Module):
         self.group = 0
 
     def _build_quantized(self, size: int, scope: Scope) -> tuple[Weight, ...]:
-        """Return the quantized weight of the checkpoint, kept until loading ends; empty if it is plain."""
+        """Return the checkpoint's quantized weight, kept until loading ends; empty if the weight is plain."""
         rank, runs = self.spec.rank, ((self.shard,),)
         shape = LinearShape(
             rank,
@@ -76,7 +76,7 @@ class MLAAttention(nn.Module):
         return lora_layer
 
     def adapted(self, batch: Batch) -> MLALoRA | None:
-        """Return the adapters of the batch's tokens; None if no token has one."""
+        """Return the adapters of the batch's tokens; None if no token has an adapter."""
         lora_layer = self.lora_layer
         if lora_layer is None or batch.lora is None:
             return None

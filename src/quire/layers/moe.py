@@ -32,10 +32,10 @@ class MoENames(NamedTuple):
     """Name of the block."""
     router: str = "gate"
     layout: str = "per_expert"
-    """Layout of the experts: one tensor per expert (`per_expert`); or one for all, with gate and up in two
-    tensors (`stacked`), in one (`fused`), in one without the suffix ".weight" (`fused_bare`), that transposed
-    (`fused_transposed`), and that with gate and up interleaved (`interleaved`); or all experts in one matrix,
-    with `down` transposed (`flat`)."""
+    """Layout of the experts. `per_expert`: one tensor per expert. In the other layouts a tensor holds all
+    experts. `stacked`: gate and up in two tensors; `fused`: in one tensor; `fused_bare`: as `fused`, without
+    the suffix ".weight"; `fused_transposed`: as `fused_bare`, transposed; `interleaved`: as
+    `fused_transposed`, with gate and up interleaved; `flat`: as one matrix, with `down` transposed."""
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
     """Name of the experts' module, then of their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
@@ -161,7 +161,7 @@ class ExpertLoRALayers:
         self.down: LoRALayer | None = None
 
     def of(self, batch: Batch | None) -> ExpertAdapters | None:
-        """Return the adapters of the batch's tokens; None if no token has one."""
+        """Return the adapters of the batch's tokens; None if no token has an adapter."""
         if self.gate_up is None or self.down is None:
             return None
         assert batch is not None, "experts that take adapters need the batch: call layer(x, batch)"
@@ -171,7 +171,7 @@ class ExpertLoRALayers:
         return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, batch.lora.slots)
 
     def register(self, experts: "Experts") -> None:
-        """Register the LoRA layers, after the kernel of the experts is known."""
+        """Register the LoRA layers once the kernel of the experts is chosen: not all kernels support LoRA."""
         if self.gate_up is not None:
             return
         names = experts.stored_names()
@@ -247,7 +247,7 @@ class Experts(nn.Module):
     mix: Callable[..., Tensor]
     """Kernel of the experts; set by `finish`."""
     loads: Tensor | None
-    """Number of tokens routed to each expert; None if they are not counted."""
+    """Number of tokens routed to each expert; None if tokens are not counted."""
 
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Experts(nn.Module):
         self.scope_name = scope.name
         self.dispatch = scope.ep
         self.places = None if scope.ep is None else scope.ep.place(moe.experts, scope.device)
-        """Placement of experts under expert parallelism; None without it."""
+        """Placement of the experts on devices; None without expert parallelism."""
         self.group = scope.group if self.places is None else ALONE
         self.shard = divided(self.group, moe.intermediate)
         self.num_experts = moe.experts

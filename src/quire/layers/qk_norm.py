@@ -14,7 +14,7 @@ from quire.quant.weight import frozen_parameter
 
 
 class HeadLayerNorm(nn.Module):
-    """Layer norm of each head, with one weight for all or one per head, in one tensor or in a list."""
+    """Layer norm of each head, with one weight for all heads or one per head, stored as tensor or list."""
 
     def __init__(self, heads: int, facts: ArchFacts, paired_dim: int, scope: Scope) -> None:
         super().__init__()

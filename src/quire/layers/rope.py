@@ -101,7 +101,8 @@ def _amplitude(rope: RopeFacts) -> float:
 
 
 def half_split_order(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
-    """Return the row order that makes interleaved RoPE of a query or key half-split, at equal scores."""
+    """Return the order of a query or key projection's rows that turns interleaved RoPE into half-split RoPE;
+    attention scores stay the same."""
     heads = torch.arange(num_rows).view(-1, head_dim)
     rotary = heads[:, :paired_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
     return torch.cat((rotary, heads[:, paired_dim:]), 1).flatten()
@@ -125,7 +126,7 @@ def axes_of(rope: RopeFacts) -> Tensor:
 class Rope(nn.Module):
     """Cos/sin table of all positions, for the first `dim` dimensions of a head; shared by all layers.
 
-    Without facts there is no RoPE: the table rotates two dimensions by an angle of 0.
+    If `rope` is None there is no RoPE: the table rotates two dimensions by an angle of 0.
     """
 
     table: Tensor
@@ -149,7 +150,7 @@ class Rope(nn.Module):
         self.register_buffer("axes", axes, persistent=False)
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return a cos/sin table, and the row of it for each token."""
+        """Return a cos/sin table, and the table's row for each token."""
         positions = batch.mrope_positions
         if positions is None or positions.ndim == 1:
             return self.table, batch.positions if positions is None else positions

@@ -64,7 +64,7 @@ class DecoderNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Passed down while a model is built; `scope / "q_proj"` is the scope of a child.
+    """Context in which a layer is built, passed down the model. `scope / "q_proj"` is the scope of a child.
 
     Parallelism, quantization and devices reach a layer through its scope, so that model files do not mention
     them.
@@ -115,7 +115,7 @@ class Scope:
 
 
 class Target(NamedTuple):
-    """A checkpoint tensor by name, and the (part of a) tensor that it is loaded into."""
+    """A checkpoint tensor by name, and the tensor, or part of a tensor, that it is loaded into."""
 
     name: str
     tensor: Tensor
@@ -124,9 +124,9 @@ class Target(NamedTuple):
     runs: Runs = ()
     """Consecutive parts of that axis in the checkpoint, and the shard of each that the tensor takes."""
     is_flat: bool = False
-    """Whether the checkpoint stores it as one row or column."""
+    """Whether the checkpoint may store the tensor flattened, in another shape of as many elements."""
     is_text: bool = False
-    """Whether it holds the bytes of a text, which may be shorter than the tensor."""
+    """Whether the tensor holds the bytes of a text, which may be shorter than the tensor."""
 
     @property
     def is_whole(self) -> bool:

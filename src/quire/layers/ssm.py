@@ -47,7 +47,7 @@ class SSMMixer(LoadedModule):
         self.conv_state: Tensor | None = None
         self.state: Tensor | None = None
         self.states_per_row = 1
-        """See `SSMSequences`; set before memory is bound."""
+        """Number of SSM states per row (see `SSMSequences`); set before memory is bound."""
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -303,7 +303,7 @@ class GatedDelta(DecayMixer):
 
 
 class OrderedLinear(Linear):
-    """A linear layer with reordered outputs: `orders` has the checkpoint index of each, by part."""
+    """A linear layer with reordered outputs: `orders` has, by part, the checkpoint index of each output."""
 
     def __init__(
         self,

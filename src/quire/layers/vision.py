@@ -59,9 +59,9 @@ class VisionStyle:
     mlp_names: tuple[str, ...] = ("fc1", "fc2")
     """Names of up and down, or of gate, up and down."""
     scales: tuple[str, ...] = ()
-    """Names of the learned scales of both outputs; empty if there are none."""
+    """Names of the learned scales of the outputs of attention and MLP; empty if there are no scales."""
     norms_outputs: bool = False
-    """Whether the norms are those of the outputs of attention and MLP."""
+    """Whether the norms are applied to the outputs of attention and MLP, not to their inputs."""
     norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
     eps: float | None = None
     """Epsilon of the norms; None for the `norm_eps` of the facts."""

@@ -1,4 +1,4 @@
-"""Weights of modules in folders and files beside a model's own files."""
+"""Weights of sentence-transformers modules and task heads, in folders and files beside the model's."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

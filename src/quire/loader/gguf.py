@@ -45,7 +45,8 @@ class GGUFSource(Source):
         return GGUFFormat(stored, plain)
 
     def _packed(self, view: View, axis: int = 0, span: slice = _ALL) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor by row, for a vector by element; only `span` of an axis."""
+        """Return the bytes of a tensor, [..., bytes of a row] (a vector has a row per element), limited to
+        `span` of `axis`."""
         shape, raw = _packed_shape(view.tensor), self._file.raw(view.tensor.name)
         before = (_ALL,) * axis
         if view.rows is None:
@@ -54,7 +55,7 @@ class GGUFSource(Source):
         return raw[rows[(*before, span)]] if axis < rows.ndim else raw[:, span][rows]
 
     def fill(self, target: Target) -> None:
-        """Fill a target with dequantized values, or with the bytes of the file if it takes bytes."""
+        """Fill a target with dequantized values, or with the bytes of the file if the target is uint8."""
         view, into = self._views[target.name], target.tensor
         self._num_read += view.tensor.nbytes
         if self._num_read > _KEPT_BYTES:

@@ -169,7 +169,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
 """Names that do not follow from the `DecoderNames` of the model, by architecture."""
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias|scale))?")
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
-"""One expert as a tensor of its own, as in early files."""
+"""Name of a tensor that holds a single expert, as in early files."""
 _INTERLEAVED = (
     "ArceeForCausalLM",
     "GraniteForCausalLM",
@@ -234,7 +234,7 @@ def hf_name(name: str, architecture: str) -> str:
 
 
 def gguf_name(name: str, architecture: str) -> str | None:
-    """Invert `hf_name`; return None if files have no such tensor."""
+    """Return the GGUF name of a Hugging Face tensor name; None if files have no such tensor."""
     names = _names_of(architecture)
     where, _, kind = name.rpartition(".")
     layer, _, part = where.removeprefix(f"{names['blk']}.").partition(".")
@@ -246,7 +246,7 @@ def gguf_name(name: str, architecture: str) -> str | None:
 
 
 def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:
-    """Return the order of the stored rows that the model needs; None if it is the stored order."""
+    """Return the index of the stored row for each row of the model's tensor; None if both orders agree."""
     if facts.architecture in _BY_HEAD and ".query_key_value." in name:
         rows, dim = np.arange(num_rows), facts.head_dim
         parts = np.split(rows, (facts.heads * dim, (facts.heads + facts.kv_heads) * dim))

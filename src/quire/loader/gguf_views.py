@@ -15,14 +15,14 @@ Dequantize = Callable[[GGUFTensor], NDArray[np.float32]]
 
 
 class View(NamedTuple):
-    """A tensor of the model in a GGUF file."""
+    """A tensor of the model, as rows of a tensor of a GGUF file or as values computed from the file."""
 
     tensor: GGUFTensor
     """The stored tensor, with the shape that the model gives it."""
     rows: NDArray[np.intp] | None = None
     """Stored rows in the order of the model, with all leading axes as one; None: all rows as stored."""
     values: Callable[[Dequantize], NDArray[np.float32]] | None = None
-    """Computes the values if they are not those of the file."""
+    """Computes the values; None if the values of the stored tensor are used."""
 
 
 def views_of(file: GGUFFile, facts: ArchFacts) -> dict[str, View]:
@@ -40,7 +40,7 @@ def views_of(file: GGUFFile, facts: ArchFacts) -> dict[str, View]:
 
 
 def _split(name: str, tensor: GGUFTensor, facts: ArchFacts) -> dict[str, View]:
-    """Return the tensors of the model that this one holds; most often there is one."""
+    """Return the views of the model's tensors that a stored tensor holds; most often one view."""
     where, _, part = name.removesuffix(".weight").rpartition(".")
     if part == "gate_up_proj" and len(tensor.shape) == 3 and tensor.shape[1] % 2 == 0:
         experts, both, columns = tensor.shape
@@ -75,7 +75,7 @@ def _split_groups(tensor: GGUFTensor, state: StateFacts, part: str) -> Iterator[
 
 
 def _one(name: str, tensor: GGUFTensor, facts: ArchFacts) -> View:
-    """Return the view of a tensor that holds one of the model."""
+    """Return the view of a stored tensor that holds a single tensor of the model."""
     shape = tensor.shape
     if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)  # a matrix of one row
@@ -95,8 +95,9 @@ def _one(name: str, tensor: GGUFTensor, facts: ArchFacts) -> View:
 def _repeated_keys(name: str, tensor: GGUFTensor, facts: ArchFacts) -> NDArray[np.intp] | None:
     """Return the rows of queries, keys and values of Qwen3.5, with a query and a key for each value head.
 
-    Value head i belongs to key head i modulo their number in these files, but to i divided by their ratio
-    in checkpoints. Value heads cannot be moved: columns of the output projection share blocks."""
+    With k key heads and r value heads per key head, value head i belongs to key head i % k in these files,
+    but to key head i // r in checkpoints. Value heads cannot be moved: columns of the output projection
+    share blocks."""
     if not name.endswith((".in_proj_qkv.weight", ".linear_attn.conv1d.weight")) or facts.state is None:
         return None
     state = facts.state
@@ -110,7 +111,7 @@ def _repeated_keys(name: str, tensor: GGUFTensor, facts: ArchFacts) -> NDArray[n
 
 
 def _join_heads(keys: GGUFTensor, values: GGUFTensor) -> View:
-    """Return the up projection of KV latents from its two halves; that of keys is stored transposed."""
+    """Return the up projection of KV latents from its two halves; the key half is stored transposed."""
     heads, rank, nope_dim = keys.shape
     shape = (heads * (nope_dim + values.shape[1]), rank)
 

@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 
 _WHOLE = Stage()
 LayerTarget = tuple[Target, Loads]
-"""The target that a tensor of the checkpoint fills, and its layer."""
+"""The target that a checkpoint tensor fills, and the target's layer."""
 _NUM_NAMED = 5
 _ALONE = World()
 _EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")
@@ -98,13 +98,13 @@ def load_model(
     on_built: Callable[[nn.Module, Mapping[str, tuple[int, ...]]], None] | None = None,
 ) -> Any:
     """Return the model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a
-    decoder, or the result of `build`. With several workers it has this rank's shard of its stage's layers.
+    decoder, or the result of `build`. With several workers the model has this rank's shard of its stage.
 
     `packed` keeps the weights of a GGUF file as stored where the device can compute with them; `quant`
     describes the quantization of other files. `on_progress` receives the loaded fraction. With `ep` each
-    worker has some experts; `partly`: most of the checkpoint belongs to another model. `tower_group` shares
-    the layers of the multimodal encoder, the `tower` of the first stage; None: there is none. `on_built` gets
-    the model before its weights are loaded, and the shapes in the checkpoint."""
+    worker has some experts; `partly`: most of the checkpoint belongs to another model. `tower_group` is the
+    group that shards the multimodal encoder, `model.tower` of the first stage; None builds no encoder.
+    `on_built` gets the model before its weights are loaded, and the shapes in the checkpoint."""
     source = _open_source(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
         key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
@@ -220,7 +220,7 @@ class _Checks(NamedTuple):
     checkpoint: Checkpoint
     stage: Stage
     spread: bool
-    """Whether other workers have other experts."""
+    """Whether other workers have other experts (expert parallelism)."""
     partly: bool
     """Whether most of the checkpoint belongs to another model."""
 
@@ -280,7 +280,8 @@ def _begin_layers(
     stored: Mapping[str, Any],
     offload: LayerOffload | None,
 ) -> Iterator[Target]:
-    """Yield the targets of these names and begin each layer before its first; `layer_targets` is updated."""
+    """Yield the targets of these names; before a layer's first target, begin the layer and update its entries
+    of `layer_targets`."""
     begun = set[int]()
     for name in names:
         layer = layer_targets[name][1]
@@ -295,8 +296,8 @@ def _begin_layers(
 
 
 def _fill_targets(source: Source, targets: Iterator[Target]) -> Iterator[str]:
-    """Fill all targets, several at a time, and yield their names in order. A small one is filled here, since
-    a thread would cost more."""
+    """Fill all targets, several at a time, and yield their names in order. Small targets are filled in this
+    thread: handing them to the pool would cost more."""
     reading: deque[tuple[str, Future[None] | None]] = deque()
     with ThreadPoolExecutor(source.num_readers, "quire-load") as pool:
         for target in targets:
@@ -325,9 +326,9 @@ def _weight_dtype(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the name of a tensor in the checkpoint. Checkpoints of a body alone omit its prefix, and
-    multimodal ones add one or two. Early BERTs name norm weights gamma and beta. torch fuses query, key and
-    value weights under another name."""
+    """Return the name of a tensor in the checkpoint. Checkpoints of a body alone omit the body's prefix;
+    multimodal checkpoints add one or two prefixes. Early BERTs name norm weights gamma and beta. torch fuses
+    query, key and value weights under another name."""
     if name in stored:
         return name
     body, _, rest = name.partition(".")
@@ -400,7 +401,7 @@ def _check_unused(
 
 
 def _fits(shape: tuple[int, ...], target: Target) -> bool:
-    """Whether a shape fits a target; axes of length 1 may be added or missing."""
+    """Return whether a shape fits a target; axes of length 1 may be added or missing."""
     target_shape = target.shape
     is_same = [size for size in shape if size != 1] == [size for size in target_shape if size != 1]
     return is_same or (target.is_flat and math.prod(shape) == math.prod(target_shape))
@@ -412,7 +413,8 @@ def list_names(names: list[str]) -> str:
 
 
 def is_ignored(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether a tensor can be ignored, because it follows from others or has no use here."""
+    """Return whether a tensor can be ignored, because it follows from other tensors or the model has no use
+    for it."""
     facts = checkpoint.facts
     if name == "lm_head.weight":
         return facts.tied

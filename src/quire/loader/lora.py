@@ -40,7 +40,7 @@ _REPEATS = re.compile(r"[*+{]")
 _THREADS, _BATCH = 8, 8
 """Threads that copy matrices, and the number of matrices copied per task."""
 _MANY_BYTES = 1 << 30
-"""Size limit of an adapter; with larger slots the limit is higher."""
+"""Size limit of an adapter's file in bytes; the size of a slot is added to it."""
 _REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "biases",
@@ -76,7 +76,7 @@ class LoRAWeights:
 
     facts: AdapterFacts
     factors: dict[str, LoRAFactors]
-    """By the name of their LoRA layer."""
+    """LoRA factors by the name of their LoRA layer."""
     tables: dict[str, Tensor]
     """Whole weights of the adapter (modules_to_save), by layer name."""
     vocab_rows: dict[str, LoRAVocab] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class LoRAWeights:
 
 
 class LoRAPair(NamedTuple):
-    """The matrices of one place: `a` [rank, size_in] and `b` [size_out, rank] as in the checkpoint."""
+    """The matrices of one target: `a` [rank, size_in] and `b` [size_out, rank] as in the checkpoint."""
 
     place: LoRATarget
     names: tuple[str, str]
@@ -94,7 +94,7 @@ class LoRAPair(NamedTuple):
 
 
 class LoRAReader:
-    """Reads adapters for the LoRA layers of `slots`. `layers` are this device's, if others have more."""
+    """Reads adapters for the LoRA layers of `slots`. `layers` are those of this pipeline stage; None: all."""
 
     def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
         self.slots = slots
@@ -178,7 +178,7 @@ class LoRAReader:
                 left_out.append(layer)
             yield from layer_fits
         if left_out and self.slots.only:
-            log.warning("lora_target_modules leaves out %d layers of an adapter", len(left_out))
+            log.warning("Ignored %d layers of an adapter that are not in lora_target_modules", len(left_out))
 
     def _pairs(self, tensors: dict[str, Tensor]) -> dict[str, Pair]:
         names: dict[str, dict[str, str]] = {}
@@ -216,7 +216,7 @@ class LoRAReader:
             raise ConfigError(f"{name} is not a LoRA tensor")
 
     def _fits_of(self, layer: str, pair: Pair, settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-        """Yield the LoRA pairs of a layer; none if it is left out or on another device."""
+        """Yield the LoRA pairs of a layer; no pairs if the layer is left out or on another device."""
         name = re.sub(r"(\.base_layer)+$", "", layer)
         if (place := self._places.get(name)) is not None:
             yield settings.fit(name, place, pair)
@@ -263,7 +263,7 @@ class LoRAReader:
 
 def single_threads(most: int, name: str) -> ThreadPoolExecutor:
     """Return a pool with single-threaded torch in each thread; by default each would use all cores. All
-    threads have started when it returns."""
+    threads have started when this function returns."""
     count = min(most, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(count, name, initializer=_use_one_thread)
     barrier = threading.Barrier(count)
@@ -338,7 +338,7 @@ class LoRAConfigFile:
     """Whether the scale is divided by the square root of the rank (rsLoRA)."""
     ranks: dict[str, int]
     alphas: dict[str, float]
-    """Ranks and alphas of layers that differ, by patterns of their names."""
+    """Ranks and alphas that differ from `rank` and `alpha`, by patterns of layer names."""
     saved: list[str]
     """Layers that the adapter replaces as a whole, by suffixes of their names."""
     token_ids: dict[str, list[int]]
@@ -397,7 +397,7 @@ def _modules_to_save(keys: ConfigReader) -> list[str]:
 
 
 def _is_of(name: str, module: str) -> bool:
-    """Whether a tensor belongs to the module that PEFT finds by this name."""
+    """Return whether a tensor belongs to the module that PEFT finds by this name."""
     return f".{name}".rpartition(".")[0].endswith(f".{module}")
 
 
@@ -434,7 +434,7 @@ def _by_pattern(layer: str, patterns: Mapping[str, T], otherwise: T) -> T:
 
 
 def _by_alias(items: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Return the values by all names that adapters may use for a layer."""
+    """Return each layer's value under all names that adapters may use for the layer."""
     return {alias: value for name, value in items for alias in _aliases(name)}
 
 

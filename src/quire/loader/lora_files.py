@@ -46,8 +46,8 @@ class LoRAContents(NamedTuple):
 
 
 class LoRAFiles:
-    """The configuration and the tensors of the adapter in a folder. Both must lie inside the directories
-    `within` after links are resolved; if it is empty, anywhere."""
+    """The configuration and the tensors of the adapter in a folder. Both files must lie inside the
+    directories `within` after links are resolved; an empty `within` allows any directory."""
 
     def __init__(self, folder: Path, within: Sequence[str] = ()) -> None:
         self.folder = folder

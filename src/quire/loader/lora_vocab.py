@@ -36,16 +36,17 @@ class _Layer:
     """The tensors of one layer."""
 
     base: Tensor | None = None
-    """Rows beyond the vocabulary."""
+    """Rows of tokens beyond the model's vocabulary; None if the adapter has none."""
     factors: dict[str, Tensor] = field(default_factory=dict)
-    """Factors added to these: A [rank, k] and B of an embedding, A and B [k, rank] of a head."""
+    """LoRA factors of `base`: A [rank, k] and B of an embedding, A and B [k, rank] of a head."""
     scale: float = 1.0
     trained: dict[int, Tensor] = field(default_factory=dict)
-    """Rows by token id that replace others."""
+    """Rows of individually trained tokens, by token id; these rows take precedence over `base`."""
 
 
 class LoRAVocabReader:
-    """Extracts such rows from an adapter's tensors; `kinds` maps layers to embed_tokens or lm_head."""
+    """Extracts rows of added and trained tokens from an adapter; `kinds` maps layers to embed_tokens or
+    lm_head."""
 
     def __init__(self, slots: AdapterSlots, kinds: Mapping[str, str]) -> None:
         self.slots, self._kinds = slots, kinds
@@ -54,7 +55,8 @@ class LoRAVocabReader:
     def take(
         self, tensors: dict[str, Tensor], token_ids: Mapping[str, list[int]], scale: Scale
     ) -> dict[str, LoRAVocab]:
-        """Return the rows of added and trained tokens; those of the model's own stay in `tensors`."""
+        """Take the rows of added and trained tokens out of `tensors`, and return them by embed_tokens and
+        lm_head. Other rows of the model's own tokens stay in `tensors`."""
         if token_ids and not self.slots.vocab_rows:
             raise ConfigError(f"trainable_token_indices is not supported: {self.slots.no_extra_vocab}")
         layers: dict[str, _Layer] = {}
@@ -72,7 +74,7 @@ class LoRAVocabReader:
         return vocabs
 
     def why_not(self, tensor: Tensor, size: int) -> str:
-        """Explain why a tensor may not be larger than the model's."""
+        """Return the reason why a tensor may not have more than `size` rows; empty if it has no more."""
         if len(tensor) <= size:
             return ""
         return f": an adapter cannot bring tokens here, {self.slots.no_extra_vocab}"
@@ -89,7 +91,7 @@ class LoRAVocabReader:
         kind, layer, tensor = self._kinds[match["layer"]], match["layer"], tensors[name]
         vocab, within = self.slots.vocab_rows[kind].vocab, match["within"]
         if within in ("modules_to_save", "original_module"):
-            if f"{match['front']}{layer}.weight" in tensors:  # that one is the trained copy
+            if f"{match['front']}{layer}.weight" in tensors:  # that tensor is the trained copy
                 del tensors[name]
             return
         if match["what"] == "trainable_tokens_delta":
@@ -146,7 +148,7 @@ class LoRAVocabReader:
         )
 
     def _check(self, vocabs: Mapping[str, LoRAVocab]) -> None:
-        """Check that new tokens have consecutive ids and are the same in both layers."""
+        """Check that new tokens have consecutive ids and are as many in embedding and head."""
         new = {
             kind: sorted(id for id in vocabs[kind].ids.tolist() if id >= vocab_slots.vocab)
             if kind in vocabs

@@ -42,9 +42,9 @@ class OffloadedLayer:
     module: nn.Module
     places: list[TensorPlace]
     host: Tensor
-    """The bytes of all its tensors, as they lie in the buffer."""
+    """Bytes of all offloaded tensors of the layer, as they lie in the buffer."""
     buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    """The part of a device buffer that they are copied to."""
+    """Part of a device buffer that `host` is copied to."""
 
 
 class LayerOffload:
@@ -70,11 +70,11 @@ class LayerOffload:
         self._targets: dict[Loads, list[Target]] = {}
         """Targets of the modules that wait for their weights."""
         self._freed: dict[int, int] = {}
-        """Bytes of storages that are freed until then."""
+        """Bytes of the storages that are freed until their module begins to load."""
         self._left: list[set[Loads]] = []
-        """By layer: the modules without all their weights."""
+        """By layer: the modules that still lack weights."""
         self._loaded_bytes: list[int] = []
-        """By layer: the bytes of its targets, then those of its finished weights."""
+        """By layer: the bytes of its targets, before repacking."""
         self._chosen: OffloadedLayers | None = None
         self._host: dict[int, OffloadedLayer] = {}
 
@@ -94,7 +94,7 @@ class LayerOffload:
         return layer
 
     def targets(self, module: Loads) -> Iterable[Target]:
-        """Return the targets of a module, which cannot make them while its memory is freed."""
+        """Return the targets of a module, as recorded before its memory was freed."""
         return self._targets.get(module) or module.targets()
 
     def layer_number(self, module: Loads) -> int:
@@ -109,7 +109,7 @@ class LayerOffload:
         self._targets.pop(module, None)
 
     def finish(self, module: Loads) -> None:
-        """Record that a module has all its weights. The last one of a layer completes it."""
+        """Record that a module has all its weights. The last module of a layer completes the layer."""
         for number, left in enumerate(self._modules()):
             if module in left:
                 left.remove(module)
@@ -117,7 +117,7 @@ class LayerOffload:
                     self._finish_layer(number)
 
     def _modules(self) -> list[set[Loads]]:
-        """Return, by layer, the modules without all their weights."""
+        """Return, by layer, the modules that still lack weights."""
         if not self._left:
             for layer in self._built:
                 modules = (module for module in layer.modules() if isinstance(module, Loads))
@@ -134,7 +134,7 @@ class LayerOffload:
             self._move_to_host(number)
 
     def _choose(self, number: int) -> OffloadedLayers:
-        """Choose the layers to offload, once one of them shows how large the loaded weights become."""
+        """Choose the layers to offload; the finished layer `number` shows how large loaded weights become."""
         places = self._places(number)
         scale = sum(place.num_bytes for place in places) / max(self._loaded_bytes[number], 1)
         chosen = choose_offloaded([int(scale * size) for size in self._loaded_bytes], self._wanted_bytes)
@@ -235,7 +235,7 @@ class LayerOffload:
         return sum(len(buffer) for buffer in self.buffers)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in a buffer."""
+        """Return whether a tensor lies in a buffer."""
         storage = tensor.untyped_storage()._cdata
         return any(storage == buffer.untyped_storage()._cdata for buffer in self.buffers)
 

@@ -1,4 +1,4 @@
-"""Weights from pytorch_model.bin files, and of hqq, read without running any code in them."""
+"""Weights from pytorch_model.bin files and files saved by hqq, read without running any code in them."""
 
 import io
 from collections.abc import Callable, Iterator, Mapping
@@ -53,8 +53,8 @@ def load_pickle_bytes(name: str, data: memoryview) -> dict[str, Tensor]:
 
 
 def _flatten(state: dict[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a nested dictionary by dotted name. hqq saves one of each layer, and its older
-    versions one with the scales inside of that, `meta`, which is not part of names."""
+    """Yield the values of a nested dictionary by dotted name. hqq saves a dictionary for each layer;
+    older versions put the scales into an inner dictionary, `meta`, which is not part of names."""
     for key, value in state.items():
         if isinstance(value, dict) and depth:
             yield from _flatten(value, prefix if key == "meta" else f"{prefix}{key}.", depth - 1)

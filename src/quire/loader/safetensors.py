@@ -38,12 +38,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By their names in the format."""
+"""Name of a dtype in safetensors files -> torch dtype."""
 _CHUNK_BYTES = 32 << 20
 """Bytes read at a time if they cannot be read directly into place."""
 
 _LARGE_BYTES = 8 << 20
-"""From this size on memory is requested in huge pages."""
+"""Least size in bytes of memory that is requested in huge pages."""
 
 
 _FLATTENED = re.compile(r"(?:\._weight_|\.weight:)(\w+)$")
@@ -53,7 +53,7 @@ _INPUT_SCALE = re.compile(r"\.weight_act_(pre_scale|quant_\w+)$")
 
 
 def _torchao_names(entries: dict[str, "TensorEntry"]) -> dict[str, "TensorEntry"]:
-    """Return the tensors of torchao by the names that formats of other packages have."""
+    """Return the tensors of torchao under the names that other quantization packages use."""
     named = {
         _FLATTENED.sub(_plain_name, name).removesuffix(":_data"): entry for name, entry in entries.items()
     }
@@ -73,7 +73,7 @@ class TensorEntry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     row_bytes: int = 0
     """Bytes between the starts of rows, if other bytes lie between the rows."""
 
@@ -82,7 +82,7 @@ class SafetensorsSource(Source):
     """The tensors of safetensors files."""
 
     num_readers = 4
-    """A modern disk is fastest with several reads in flight."""
+    """Number of reader threads: a modern disk is fastest with several reads in flight."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self.entries = merged_entries(self._find(checkpoint))
@@ -237,7 +237,7 @@ def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, T
 
 
 def _read(file: RawIOBase, into: Tensor) -> None:
-    """Read as many bytes as the tensor has."""
+    """Fill the tensor with bytes of the file; raise OSError if the file ends before."""
     rest = into.flatten().view(torch.uint8).numpy().data
     while rest:
         num_read = file.readinto(rest)

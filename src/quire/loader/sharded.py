@@ -19,14 +19,14 @@ from quire.quant.experts import StoredExperts
 from quire.quant.weight import Weight
 
 VERSION = 1
-"""Version of the weight layouts; raised when an older state would be read wrongly."""
+"""Version of the weight layouts; increased when an older state would be read wrongly."""
 PART = "model-rank-{rank}-part-{part}.safetensors"
 _PART_BYTES = 5 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedStateKey:
-    """Settings that a state was saved for; another engine holds other tensors."""
+    """Settings that a state was saved for; an engine with other settings holds other tensors."""
 
     architecture: str
     dtype: str
@@ -68,7 +68,7 @@ def save_state(
 
 
 def refuse_unsaved(model: nn.Module) -> None:
-    """Refuse weights that repack in their own `finish`: they may hold more than parameters."""
+    """Raise for weights that repack in their own `finish`: they may hold more than parameters."""
     if kind := repacked_kind(model):
         raise ConfigError(
             f"weights of the kind {kind} cannot be saved as a sharded state; load the checkpoint itself"

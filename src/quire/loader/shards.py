@@ -13,7 +13,7 @@ from quire.checkpoint.reader import read_json
 from quire.errors import ConfigError
 
 STATE = "sharded_state.json"
-"""Settings of a sharded state, beside its weight files."""
+"""Name of the file with the settings of a sharded state, beside the weight files."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 
 
@@ -45,7 +45,8 @@ def copy_around(path: Path, to: Path) -> None:
 
 
 def find_shards(path: Path, stem: str, suffix: str) -> list[Path]:
-    """Return the files of `<stem><suffix>`: those in its index, the single file, or all with this suffix."""
+    """Return the weight files: those in the index of `<stem><suffix>`, or the file of this name, or all files
+    with this suffix."""
     index = path / f"{stem}{suffix}.index.json"
     if index.is_file():
         return _list_indexed(path, index)

@@ -30,7 +30,7 @@ class Source:
     """A source of weights, built from (checkpoint, seed). Names are those of a Hugging Face checkpoint."""
 
     num_readers = 1
-    """Number of threads that may fill at a time."""
+    """Number of threads that may call `fill` at a time."""
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         raise NotImplementedError
@@ -94,6 +94,7 @@ def detect(checkpoint: Checkpoint, load_format: str) -> str:
 
 
 def is_of_other_stage(name: str, layers: range | None) -> bool:
-    """Whether a tensor belongs to another stage than the one with these layers."""
+    """Return whether a tensor belongs to another pipeline stage than the one with these layers; None: all
+    layers are here."""
     number = re.search(r"\.(\d+)\.", name)
     return layers is not None and (number is None or int(number[1]) not in layers)

@@ -1,8 +1,8 @@
 """Updates of a loaded model's weights in place: new tensors are staged layer by layer, then copied at once.
 
-A layer is loaded once and may repack its weights, so that new ones cannot be written into it. Each is loaded
-into a copy of the layer as it was before loading, its twin. The result has the layout that the kernels read,
-and is copied to the same addresses: CUDA graphs and tapes stay valid."""
+A layer is loaded once and may repack its weights, so that new weights cannot be written into it. New weights
+are loaded into a copy of the layer as it was before loading, its twin. The finished copy has the layout that
+the kernels read, and is copied to the same addresses: CUDA graphs and tapes stay valid."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ from quire.quant.unquantized import PlainExperts, PlainWeight
 from quire.quant.weight import Weight, frozen_parameter, placeholder_parameter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of tensors in an update; they are converted to that of the layer."""
+"""Dtypes of tensors in an update; the tensors are converted to the layer's dtype."""
 
 
 class TensorInfo(NamedTuple):
@@ -39,12 +39,12 @@ class TensorInfo(NamedTuple):
 
 @dataclass(slots=True)
 class _Twin:
-    """A layer and its copy from before it was loaded, which holds no memory."""
+    """A layer, and a copy of it from before loading that holds no memory."""
 
     layer: Any
     empty: Any
     targets: dict[str, tuple[int, ...]]
-    """Shapes of its checkpoint tensors, by name."""
+    """Shapes of the layer's checkpoint tensors, by name."""
 
 
 class LayerTwins:
@@ -55,7 +55,7 @@ class LayerTwins:
         self.by_name: dict[str, _Twin] = {}
         """The twin of each tensor that the model loads."""
         self._by_stored: dict[str, str] = {}
-        """Names of these tensors by those in the checkpoint, which may have other prefixes."""
+        """Name of each of these tensors by its name in the checkpoint, which may have another prefix."""
 
     def record(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> None:
         """Copy the layers of a model that is not loaded yet; `stored` are the tensors of the checkpoint."""
@@ -71,7 +71,7 @@ class LayerTwins:
         return name if name in self.by_name else self._by_stored.get(name)
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor has no use here: it follows from others, or another stage has it."""
+        """Return whether a tensor has no use here: it follows from other tensors or is of another stage."""
         layers = self.stage.layers(len(self.checkpoint.facts.layers)) if self.stage.count > 1 else None
         return is_ignored(name, self.checkpoint) or is_of_other_stage(name, layers)
 
@@ -82,7 +82,7 @@ class StagedUpdate:
     def __init__(self, twins: LayerTwins) -> None:
         self._twins = twins
         self._staged: dict[int, tuple[_Twin, Any, set[str]]] = {}
-        """By layer: its twin, the layer with new weights, and the tensors that it still needs."""
+        """By layer: its twin, the copy with new weights, and the names of the tensors still missing."""
 
     def check(self, infos: Iterable[TensorInfo]) -> None:
         """Raise a RequestError that names the first tensor that does not fit the model."""
@@ -152,7 +152,7 @@ class StagedUpdate:
 
 
 def refuse_fixed(model: nn.Module) -> None:
-    """Raise a RequestError if a weight of the model has a form that cannot be made again from new values."""
+    """Raise a RequestError if a weight of the model has a form that cannot be rebuilt from new values."""
     if kind := repacked_kind(model):
         raise RequestError(
             f"weights of the kind {kind} cannot be updated: the checkpoint stores them quantized, and a"
@@ -166,7 +166,7 @@ def _target(layer: Loads, name: str) -> Target:
 
 
 def _is_kept_as_loaded(layer: Any) -> bool:
-    """Whether the layer holds its weights as its targets were filled."""
+    """Return whether the layer holds its weights as its targets were filled."""
     if isinstance(layer, Linear):
         return isinstance(layer.weight, PlainWeight) and not layer.orders() and not layer.transposed
     if isinstance(layer, Experts):
@@ -202,11 +202,11 @@ class _Place(NamedTuple):
     like: Tensor
     device: torch.device
     is_expanded: bool
-    """Whether it is a placeholder until the layer begins to load."""
+    """Whether the parameter is a placeholder until the layer begins to load."""
 
 
 _SMALL = 1 << 16
-"""Elements up to which initial values are kept; larger parameters have none but zeros."""
+"""Most elements of a parameter whose initial values are kept; larger parameters start as zeros."""
 
 
 def _without_memory(layer: Any) -> Any:
@@ -243,7 +243,7 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def _pairs(live: nn.Module, staged: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name, the old and the new tensor of what a layer holds; caches are not part of it."""
+    """Yield name, old and new tensor of each tensor that both layers hold separately; caches are left out."""
     staged_tensors = dict(_tensors(staged))
     for name, tensor in _tensors(live):
         if name in staged_tensors and staged_tensors[name] is not tensor:

@@ -24,7 +24,7 @@ CLASSIFIERS = LazyTable(
         "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
     },
 )
-"""Classifiers by architecture, if they are more than one projection."""
+"""Classifiers by architecture, for classifiers of more than one projection."""
 TOKEN_CLASSIFIERS = LazyTable(
     "classifier of tokens",
     {

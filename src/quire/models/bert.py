@@ -64,7 +64,7 @@ TODAY = BertNames(
     ("post_attention_layernorm", "post_mlp_layernorm"),
     ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""Names of models with RoPE in current transformers, which still writes the others, too."""
+"""Names of models with RoPE in current transformers, which also still writes the older names."""
 _NOMIC = BertNames(
     "encoder.layers",
     "attn",

@@ -114,7 +114,8 @@ class Decoder(nn.Module):
     def set_aux_hidden_state_layers(
         self, layers: tuple[int, ...], max_tokens: int, device: torch.device
     ) -> None:
-        """Return the inputs of these layers, or the output of the last, from each forward pass."""
+        """Let each forward pass also return the inputs of these layers. The number of layers stands for the
+        output of the last layer."""
         self.aux_layers, self.token_indices = layers, torch.arange(max_tokens, device=device)
 
     def _layer_by_layer(
@@ -138,7 +139,7 @@ class Decoder(nn.Module):
         return x, residual, tuple(states[number] for number in self.aux_layers)
 
     def _copy_sum(self, index: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return a copy of x + residual, because layers add in place; by kernels that can be recorded."""
+        """Return a copy of x + residual, because layers add in place. Both kernels can be recorded."""
         copied = self.ops.embed(index, x if residual is None else residual)
         return copied if residual is None else self.ops.add(copied, x)
 
@@ -153,7 +154,7 @@ class Decoder(nn.Module):
         return x, None if self.positions is None else self.positions(batch.positions)
 
     def logits(self, hidden: Tensor, lora: LoRATokens | None = None) -> Tensor:
-        """Return logits [N, vocab] of hidden states [N, hidden]; `lora` has the adapters of its rows."""
+        """Return logits [N, vocab] of hidden states [N, hidden]; `lora` has the adapter slots of the rows."""
         assert self.head is not None, "only the last stage has a head"
         out: Tensor = self.head(hidden, lora)
         if self.logit_scale != 1:
@@ -174,5 +175,5 @@ def refuse_pipeline(scope: Scope, models: str) -> None:
 
 
 def decoder_of(layer: LayerFactory, like: type[Decoder] = Decoder, **names: Any) -> type[Decoder]:
-    """Return a decoder with these layers, and the checkpoint names of `like` except for `names`."""
+    """Return a decoder class with these layers, and the checkpoint names of `like` except for `names`."""
     return type("Decoder", (Decoder,), {"Layer": staticmethod(layer), "names": like.names._replace(**names)})

@@ -28,10 +28,11 @@ class TargetModel(Protocol):
 
 
 class DraftHead(nn.Module):
-    """A draft model that reads a token and the hidden state of the one before, of the target or its own."""
+    """A draft model. It reads each token with the hidden state of the token before, which the target model or
+    the draft model itself computed."""
 
     embed: TokenEmbedding | None
-    """Token embedding; None to use the target's."""
+    """Token embedding; None to use the target model's embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,11 +50,11 @@ class DraftHead(nn.Module):
         return x if target.embed_scale == 1 else x * target.embed_scale
 
     def input_states(self, target_states: Tensor) -> Tensor:
-        """Return the input states [T, hidden] from the target's hidden states."""
+        """Return the states [T, hidden] that `forward` reads, from the target's hidden states."""
         return target_states
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of `logits` and the states for the next tokens, [T, hidden] each."""
+        """Return the input of `logits` and the `states` for the next tokens, [T, hidden] each."""
         raise NotImplementedError
 
     def logits(self, x: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class DraftHead(nn.Module):
 
 
 def _build_embedding(facts: ArchFacts, scope: Scope) -> TokenEmbedding | None:
-    """Build the embedding if the checkpoint has one; None to use the target's."""
+    """Build the embedding if the checkpoint has one; otherwise return None, to use the target's embedding."""
     if not scope.is_stored(f"{scope.name}.embed_tokens.weight"):
         return None
     return TokenEmbedding(facts.vocab, facts.hidden, scope / "embed_tokens")
@@ -206,7 +207,7 @@ _QWEN = MtpNames(
 _STEP = _DEEPSEEK._replace(last="model.layers.{}.transformer.shared_head.norm")
 _NAMES = {"Step3p5ForCausalLM": _STEP}
 _NAMES |= {"Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN}
-"""Names by architecture; all others have DeepSeek's names."""
+"""Names by architecture of the target; all other architectures have DeepSeek's names."""
 
 
 class MTP(DraftHead):

@@ -1,4 +1,4 @@
-"""The text encoders of CLIP and SigLIP, with the embeddings of images in place of their tokens."""
+"""Text encoders of CLIP and SigLIP; the embedding of an image replaces the output of its token."""
 
 from dataclasses import replace
 
@@ -109,7 +109,8 @@ class SiglipText(DualTextEncoder):
     def _encode_texts(
         self, token_ids: Tensor, lens: "np.ndarray[tuple[int], np.dtype[np.int32]]", batch: Batch
     ) -> Tensor:
-        """Return the outputs of some texts' tokens; that of a last token is the last one's after padding."""
+        """Return the outputs of the tokens of some texts. A text's last token gets the output at the last
+        position after padding."""
         count, length, device = len(lens), self.length, token_ids.device
         columns = np.arange(length)
         rows, places = np.nonzero(columns < lens[:, None])

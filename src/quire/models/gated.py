@@ -40,7 +40,7 @@ Laguna = decoder_of(llama.layer_with(SoftplusGate))
 
 
 class OffsetAttention(llama.Attention):
-    """Llama attention with sinks under another name."""
+    """Llama attention with attention sinks that are named `softmax_offset` in checkpoints."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -102,7 +102,7 @@ class HeadBias(LoadedModule):
 
 
 class BeamAttention(llama4.Attention):
-    """Llama attention with an elementwise output gate; without RoPE, positions scale the queries."""
+    """Llama attention with an elementwise output gate; without RoPE, queries are scaled by position."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -118,7 +118,7 @@ class BeamAttention(llama4.Attention):
 
 
 class BeamLayer(SandwichLayer):
-    """Attention, then MLP or experts, each with a norm before and after; depth weighs the residual sums."""
+    """Attention, then MLP or experts, each with a norm before and after; depth scales the residual sums."""
 
     Mixer: LayerFactory = BeamAttention
 

@@ -1,5 +1,4 @@
-"""Gemma 3n: alternating updates of several states (AltUp), per-layer token embeddings, and last layers that
-share the KV cache of earlier layers."""
+"""Gemma 3n: several states per token (AltUp), per-layer token embeddings, KV caches shared by layers."""
 
 from collections.abc import Callable
 from statistics import NormalDist
@@ -28,7 +27,8 @@ _LEAST = 1e-5
 
 
 class AltUp(nn.Module):
-    """Alternating updates: predict all states, run the layer on the active one, correct all by its output."""
+    """Alternating updates: predict all states, run the layer on the active state, and correct all states by
+    the layer's output."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Gemma 4: another head size in full-attention layers, and experts in parallel to the MLP. Small models have
-per-layer token inputs, and last layers that share the KV cache of earlier layers."""
+"""Gemma 4: another head size in full-attention layers, and experts in parallel to the MLP.
+
+Small models have per-layer token inputs, and last layers that share the KV cache of earlier layers."""
 
 from collections.abc import Iterator
 

@@ -93,10 +93,10 @@ class MaskedLMNames(NamedTuple):
     dense: str
     norm: str
     decoder: str
-    """Output projection; the embedding if it is not stored."""
+    """Output projection; if the checkpoint does not store one, the embedding is used."""
     bias: str
     activation: str | None = None
-    """Activation, if it is not that of the body."""
+    """Activation; None for the activation of the body."""
 
 
 _ROBERTA = MaskedLMNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", "gelu")

@@ -15,7 +15,8 @@ from quire.models.decoder import decoder_of
 
 
 class HeadWeights(nn.Module):
-    """Weights of both QK norms, multiplied into one that is applied to queries: scores are the same."""
+    """Weights of both QK norms, multiplied into one weight that is applied to queries; scores do not
+    change."""
 
     def __init__(self, head_dim: int, scope: Scope) -> None:
         super().__init__()

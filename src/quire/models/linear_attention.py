@@ -30,7 +30,7 @@ class OlmoDeltaLayer(llama.Layer):
 
 
 def _stored_norm(scope: Scope, *names: str) -> str:
-    """Return the first of these norms that the checkpoint has in this layer, or the first of all."""
+    """Return the first of `names` that is a norm of this layer in the checkpoint; names[0] if none is."""
     return next((name for name in names if scope.is_stored(f"{scope.name}.{name}.weight")), names[0])
 
 
@@ -55,7 +55,7 @@ class KimiLinearLayer(deepseek.Layer):
     """Pre-norm layer: KDA or latent attention, then MLP or experts, each with a residual."""
 
     aliases: tuple[tuple[str, str], ...] = ((".f_", ".forget_gate.f_"), (".block_sparse_moe.", ".mlp."))
-    """Parts of the names of layers, and the same in transformers, which adapters use."""
+    """Parts of layer names in the checkpoint, and their counterparts in transformers, which adapters use."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)

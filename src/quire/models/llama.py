@@ -23,7 +23,7 @@ class Attention(nn.Module):
     """QKV projection, paged attention, output projection."""
 
     num_inputs = 1
-    """Number of concatenated hidden vectors that it reads per token."""
+    """Number of concatenated hidden vectors that the QKV projection reads per token."""
     Product: type[QKVLinear] = QKVLinear
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:

@@ -76,8 +76,8 @@ class ExpertOutput:
 
 
 class LayerHalf(nn.Module):
-    """Pre-norm half of a layer: attention, then MLP, each with a residual. The experts read the first half,
-    and their output is added after the second."""
+    """Pre-norm half of a layer: attention, then MLP, each with a residual. The experts read the
+    input of the first half's MLP; their output is added to the output of the second half's MLP."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ _NAME = "quire"
 """Name of Quire's attention in transformers' AttentionInterface."""
 _BLOCK_SIZE = 16
 _TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Largest accepted error of logits: norm of the difference relative to their norm."""
+"""Largest accepted error of logits: norm of the difference relative to the norm of the expected logits."""
 
 
 class AttentionCall(NamedTuple):
@@ -61,7 +61,7 @@ class TransformersStep(NamedTuple):
 
 
 class _AttentionRecorder:
-    """Replaces the step in one forward pass, to record the attention modules and their parameters."""
+    """Takes the place of `TransformersStep` in one forward pass, to record attention modules."""
 
     def __init__(self) -> None:
         self.specs: dict[nn.Module, AttentionSpec] = {}
@@ -122,7 +122,7 @@ def config_errors(name: str, remedy: str = "") -> Iterator[None]:
 
 def build(borrowed: TransformersFacts, scope: Scope) -> Any:
     """Build the model with uninitialized weights and with the buffers computed from its configuration. A
-    model with a cache of its own uses transformers' attention, any other Quire's."""
+    model with a cache of its own uses transformers' attention, any other model Quire's attention."""
     import transformers
 
     if int(transformers.__version__.split(".")[0]) < 5:
@@ -211,8 +211,8 @@ class _NoClone(TorchDispatchMode):
 
 
 def stored_parts(model: Any) -> tuple[dict[str, Tensor], bool]:
-    """Return the checkpoint tensors by name, as views of the model's: the ones transformers would save; and
-    whether these are all, since others have a layout that is not a view of the model's."""
+    """Return the tensors that transformers would save, by name, as views of the model's tensors; and whether
+    the views are complete. Tensors whose stored layout is not a view are left out."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = model.all_tied_weights_keys
@@ -257,8 +257,8 @@ class _FastLinear:
 
 
 def use_fast_linear(model: nn.Module) -> None:
-    """Let the linear layers of a model on a CPU use Quire's kernels for bfloat16. Without instructions for
-    bfloat16, torch's are far slower."""
+    """Let the linear layers of a model on a CPU use Quire's kernels for bfloat16. On a CPU without bfloat16
+    instructions, torch's kernels are far slower."""
     for module in model.modules():
         if type(module) is not nn.Linear or not module.weight.is_contiguous():
             continue
@@ -364,7 +364,8 @@ class PlannedAttention(PagedAttention):
 
 
 class SelfTest(NamedTuple):
-    """Self-test of two short sequences in two steps: the first is chunked, the second joins in step two."""
+    """Self-test of two short sequences in two steps: the first sequence is prefilled in two chunks, the
+    second sequence joins in the second step."""
 
     sequences: tuple[Tensor, Tensor]
 
@@ -385,13 +386,14 @@ class SelfTest(NamedTuple):
         return torch.cat(logits)
 
     def steps(self) -> list[Batch]:
-        """Return the batches of the same tokens in the same order."""
+        """Return the two batches; their tokens are in the order of `expected`."""
         first, second = self.sequences
         return [_batch([(first[:2], 0)]), _batch([(first[2:], 2), (second, 0)])]
 
 
 def _batch(chunks: list[tuple[Tensor, int]]) -> Batch:
-    """Build a batch of a sequence per chunk (token ids, number of earlier ones), i with block i + 1."""
+    """Build a batch of one sequence per chunk (token ids, number of earlier tokens). Sequence i has block
+    i + 1."""
     device = chunks[0][0].device
     query_lens = np.array([len(ids) for ids, _ in chunks], np.int32)
     seq_lens = np.array([len(ids) + before for ids, before in chunks], np.int32)

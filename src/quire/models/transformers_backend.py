@@ -92,7 +92,7 @@ class TransformersModel(nn.Module):
         bind_blank(layers, self.scope.device)
 
     def matches(self, expected: Tensor, trial: SelfTest) -> bool:
-        """Return whether the model computes these logits of the trial's sequences."""
+        """Return whether the model computes the `expected` logits for the trial's sequences."""
         return is_same(self.logits_of(trial), expected)
 
     def logits_of(self, trial: SelfTest) -> Tensor:
@@ -115,7 +115,7 @@ class TransformersModel(nn.Module):
         return out[0][0]
 
     def inputs_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the input of the body: token ids, or the embeddings of a prompt that has some."""
+        """Return the input of the body: token ids, or embeddings if a prompt of the batch has embeddings."""
         if batch.embeds is None:
             return {"input_ids": batch.token_ids[None]}
         body: Any = self.body

@@ -49,7 +49,7 @@ class OwnCacheModel(TransformersModel):
         self.caches: dict[int, Any] = {}
         """The cache of the sequence in each row. The first token of a sequence replaces it."""
         self.cache_name = ""
-        """Name of the cache argument. Empty for a model without one, where `caches` has all inputs so far."""
+        """Name of the model's cache argument. Empty if there is none: `caches` then has all inputs so far."""
 
     def place_cache(self) -> None:
         names = inspect.signature(self.body.forward).parameters

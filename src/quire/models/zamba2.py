@@ -1,5 +1,7 @@
-"""Zamba2: Mamba-2 layers, some preceded by a shared block of attention and MLP that reads the hidden states
-concatenated with the token embeddings."""
+"""Zamba2: Mamba-2 layers, some preceded by a block of attention and MLP that several layers share.
+
+A shared block reads the hidden states concatenated with the token embeddings.
+"""
 
 from functools import cache, partial
 from typing import Protocol

@@ -14,4 +14,4 @@ SCHEMES = LazyTable(
         "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",
     },
 )
-"""By the name of the scheme's class: a callable (scheme, plain format) that returns a `Format`."""
+"""Class name of a scheme -> callable (scheme, plain format) that returns a `Format`."""

@@ -79,7 +79,7 @@ class Packed4(nn.Module):
         self.size = sum(run.size for run in rows), columns.size
         num_values = math.prod(self.size)
         self.is_share = not (columns.is_whole and all(run.is_whole for run in rows))
-        """Whether it is a shard. Then no block is cut, and rows consist of whole blocks."""
+        """Whether this device has only a shard. Then no block is cut, and rows consist of whole blocks."""
         make = functools.partial(empty_parameter, num, device=device)
         self.codes = make(num_values // 2, 1, dtype=torch.uint8)
         self.absmax = make(-(-num_values // BLOCK), dtype=torch.uint8 if scheme.nested else torch.float32)
@@ -158,7 +158,7 @@ class Table4(Weight):
         self.stored = nn.ModuleList(Packed4(1, rows, columns, scheme, shape.device) for rows in outputs)
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
-        """After `repack` the codes on a GPU, otherwise dequantized values."""
+        """None before `repack`; then codes if the GPU kernel supports them, otherwise dequantized values."""
         self.scales: nn.Parameter | None = None
         self.table: nn.Parameter | None = None
         self.orders: list[Tensor] | None = None
@@ -210,7 +210,7 @@ class Table4(Weight):
 
 
 class TableExperts(StoredExperts):
-    """Experts with 4-bit codes, dequantized after loading."""
+    """Experts stored as 4-bit codes (NF4 or FP4), dequantized after loading."""
 
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts], scheme: BitsAndBytes) -> None:
         super().__init__(shape)
@@ -255,6 +255,6 @@ def _check(name: str, rows: Runs, columns: Shard) -> None:
 
 
 def _without_first_axis(piece: Piece) -> Piece:
-    """Return a piece without the axis of matrices."""
+    """Return the piece of the only matrix, without the axis of matrices."""
     outputs, inputs = (None if axis is None else axis - 1 for axis in (piece.outputs, piece.inputs))
     return piece._replace(tensor=piece.tensor[0], outputs=outputs, inputs=inputs)

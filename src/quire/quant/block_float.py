@@ -1,7 +1,7 @@
 """NVFP4, MXFP8 and MXFP4 weights: floats of 4 or 8 bits with a scale per block of inputs.
 
-MXFP4 is repacked into the blocks of GGUF files, which have kernels on both devices. The others are
-dequantized when a layer is loaded. Inputs are not quantized."""
+MXFP4 is repacked into the blocks of GGUF files, which have kernels on CPU and GPU. NVFP4 and
+MXFP8 are dequantized when a layer is loaded. Inputs are not quantized."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -44,7 +44,7 @@ _LAYOUTS = {
 
 
 class BlockFloatFormat:
-    """Builds the weights of one scheme."""
+    """Builds the weights of one scheme: NVFP4, MXFP8 or MXFP4."""
 
     def __init__(self, scheme: BlockFloat, plain: Format) -> None:
         self.scheme = scheme
@@ -85,7 +85,7 @@ def _check(scheme: BlockFloat, name: str, inputs: Shard) -> None:
 
 
 class BlockFloatMatrices:
-    """Tensors of one part as they are stored: one matrix, or several by `front`."""
+    """Stored tensors of one part: one matrix, or several matrices with the leading axes `front`."""
 
     def __init__(
         self, scheme: BlockFloat, outputs: int, inputs: int, device: torch.device, *front: int
@@ -109,7 +109,7 @@ class BlockFloatMatrices:
         return pieces
 
     def move_to(self, target: Tensor) -> None:
-        """Fill the weight that is kept: blocks of a GGUF file, or values."""
+        """Fill `target`, which is kept: uint8 with blocks as in a GGUF file, any other dtype with values."""
         if target.dtype == torch.uint8:
             blocks = in_halves(self.codes.data.unflatten(-1, (-1, self.layout.block // _PER_BYTE)))
             target.data = torch.cat((self.scales.data[..., None], blocks), -1).flatten(-2)

@@ -24,7 +24,7 @@ class ExpertShape:
     dtype: torch.dtype
     device: torch.device
     inner: Shard | None = None
-    """The shard of the intermediate size; None: all of it."""
+    """Shard of the intermediate size; None: the whole size."""
 
 
 class StoredExperts(StoredTensors):
@@ -82,13 +82,13 @@ class StoredExperts(StoredTensors):
             parts["gate"][suffix].tensor.copy_(piece.tensor)
 
     def refresh_kernels(self) -> None:
-        """Update what kernels hold in another form; see `Weight.refresh_kernels`."""
+        """Update copies of the weights that kernels hold in another form; see `Weight.refresh_kernels`."""
         if isinstance(self.mix, CpuExperts):
             self.mix.refresh()
 
     def by_expert(self) -> list[list[Tensor]]:
-        """Return the bytes that kernels read, by tensor and expert. Copying an expert's bytes moves the
-        expert."""
+        """Return the bytes that kernels read, by tensor and expert. Expert load balancing moves an expert by
+        copying its bytes."""
         if isinstance(self.mix, CpuExperts):
             return self.mix.by_expert()
         return [_split_bytes(tensor, self.shape.experts) for tensor in self.parameters() if tensor.numel()]

@@ -12,7 +12,7 @@ from quire.quant.weight import LinearShape, MixedWeight, Weight, shapes_of
 
 
 class SchemeFormat:
-    """A `Format` for layers in several schemes; layers without one are `plain`."""
+    """Builds each layer's weight by its quantization scheme; layers without a scheme are `plain`."""
 
     def __init__(self, facts: QuantFacts, plain: Format, shape_of: StoredShape | None) -> None:
         self.facts = facts

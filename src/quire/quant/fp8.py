@@ -1,4 +1,4 @@
-"""FP8 (e4m3) weights with scales, stored as such or quantized while they are loaded.
+"""FP8 (e4m3) weights with scales: stored in FP8, or quantized while they are loaded.
 
 Inputs are quantized dynamically, with a scale per token (or, for block-wise weights, per 128 values). Input
 scales of a checkpoint are not used."""
@@ -34,7 +34,7 @@ from quire.quant.weight import (
 
 
 class Fp8Format:
-    """Builds the weights of one scheme."""
+    """Builds the FP8 weights of one scheme."""
 
     def __init__(self, scheme: Fp8, plain: Format) -> None:
         self.scheme = scheme
@@ -169,7 +169,8 @@ class Fp8Experts(StoredExperts):
 
 
 class Fp8Matrices(nn.Module):
-    """Weights with their scales: one matrix, or several by `lead`, with parts of `sizes_out` outputs."""
+    """Weights with their scales: one matrix, or several with the leading axes `lead`. The parts of a matrix
+    have `sizes_out` outputs."""
 
     def __init__(
         self,
@@ -238,7 +239,7 @@ class Fp8Matrices(nn.Module):
         return Scaled(self.weight.data, self.scale.data)
 
     def settle(self) -> None:
-        """Bring the scales to one per output or block, quantizing the weight if it is not stored so."""
+        """Bring the scales to one per output or block; quantize a weight that is not stored in FP8."""
         if not self.scheme.stored:
             matrices = self.weight.data.flatten(0, -3) if self.axis else self.weight.data[None]
             quantized = [quantize_weight(matrix) for matrix in matrices]  # one by one, to save memory

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 Stored = tuple[str | int, ...]
 """The ggml type of a tensor, and its shape."""
 BLOCKS = {name: (columns, num_bytes) for name, columns, num_bytes in GGML_TYPES.values()}
-"""By ggml type: values and bytes of a block."""
+"""ggml type -> (number of values, number of bytes) of a block."""
 
 
 class GGUFFormat:
@@ -63,7 +63,7 @@ class GGUFFormat:
         return GGUFExpertsOnGPU(_kinds(stored), shape)
 
     def _stored(self, parts: tuple[str, ...]) -> list[Stored]:
-        """Return the parts that the file has."""
+        """Return the type and shape of each part that the file has."""
         names = [f"{part}.weight" for part in parts]
         return [self.stored[name] for name in names if name in self.stored]
 
@@ -78,7 +78,7 @@ def _check(part: str, kind: str, inputs: Shard | None) -> None:
 
 
 def _per_input(kind: str) -> Fraction:
-    """Return the values per byte."""
+    """Return the number of values per byte."""
     return Fraction(*BLOCKS[kind])
 
 
@@ -99,7 +99,7 @@ def _is_supported(parts: list[Stored], num_dims: int, layer: LinearShape | Exper
 
 
 def _unfilled(kind: str, *shape: int) -> nn.Parameter:
-    """Return a placeholder for the bytes of matrices of this shape; the source replaces it."""
+    """Return a placeholder for the bytes of matrices of this shape; `GGUFSource.fill` replaces its memory."""
     (block_columns, block_bytes), (*rows, columns) = BLOCKS[kind], shape
     nothing = torch.empty(1, dtype=torch.uint8)
     return frozen_parameter(nothing.expand(*rows, columns // block_columns * block_bytes))
@@ -239,8 +239,8 @@ def _matrix_shape(name: str, shape: ExpertShape) -> tuple[int, int]:
 def cut(whole: Matrix, num: int) -> list[Matrix]:
     """Split a matrix into `num` matrices of equally many rows.
 
-    No two have rows in one group: as many columns as one has rows are whole blocks in the other
-    projection."""
+    No interleaved group of rows is cut: the rows of one projection are columns of the other projection,
+    which are whole blocks."""
     rows = whole.rows // num
     assert not whole.interleaved or rows % group_rows() == 0
     size = rows * whole.row_bytes

@@ -14,7 +14,7 @@ from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter
 
 
 class HqqFormat:
-    """Keeps weights packed if groups have consecutive inputs; others are dequantized."""
+    """Keeps weights packed if groups have consecutive inputs; other weights are dequantized."""
 
     def __init__(self, scheme: Hqq, plain: Format) -> None:
         self.scheme = scheme
@@ -66,7 +66,7 @@ class HqqTensors:
 
 
 def _kernel_group(scheme: Hqq, inputs: int) -> int:
-    """Return the size of groups that the kernels can use; 0: none, the weights are dequantized."""
+    """Return the group size that the kernels use, in inputs; 0 if the weights are dequantized."""
     if scheme.axis == 0 or inputs % scheme.group:
         return 0
     if scheme.group == inputs:
@@ -101,7 +101,8 @@ def _read(scheme: Hqq, stored: dict[str, Tensor], outputs: Runs, inputs: Shard) 
 
 
 def _output_places(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a shard in the whole weight, and whether each exists; others have the scale 0."""
+    """Return the index of each output of a shard in the whole weight, and whether the output exists; padding
+    gets the scale 0."""
     places, first = [], 0
     for run in runs:
         places.append(torch.arange(run.size, device=device) + first + run.start)

@@ -114,8 +114,8 @@ def _check_shards(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None
 def _pieces(
     scheme: Grouped, outputs: int, inputs: Shard, device: torch.device, *front: int
 ) -> dict[str, Piece]:
-    """Return empty tensors of one weight, or of several by `front`. If each shard of inputs has members of
-    all groups, it needs the tensors of all groups."""
+    """Return empty tensors of one weight, or of several weights with the leading axes `front`. With
+    act_order, or with one group for all inputs, a shard of inputs needs the tensors of all groups."""
     needs_all = scheme.act_order or scheme.group < 0
     sizes, whole_sizes = (_sizes(scheme, outputs, size) for size in (inputs.size, inputs.all))
     pieces = {}
@@ -140,12 +140,13 @@ class Int4Tensors(Protocol):
     """Format and bits, for messages."""
 
     def empty(self, outputs: Runs, inputs: Shard, device: torch.device, *front: int) -> dict[str, Piece]:
-        """Return empty tensors of one weight, or of several by `front`, by the suffix of their names."""
+        """Return empty tensors by the suffix of their names: of one weight, or of several weights with the
+        leading axes `front`."""
 
     def read(
         self, stored: dict[str, Tensor], outputs: Runs, inputs: Shard
     ) -> tuple[Int4Codes, Tensor | None]:
-        """Return the codes of a weight, and the order of its inputs if it differs from that of x."""
+        """Return the codes of a weight, and the order of its inputs; None if the order is that of x."""
 
 
 class GroupedTensors:
@@ -186,7 +187,7 @@ class Int4Linear(Weight):
         return [{**part, "bias": Piece(piece)} for part, piece in zip(self.stored, biases, strict=True)]
 
     def reorder(self, orders: list[Tensor]) -> None:
-        """Remember the order of outputs; `finish` applies it, since several outputs share a word."""
+        """Record the order of outputs; `finish` applies it, since several outputs share a word."""
         self.orders = [old[new] for old, new in zip(self.orders, orders, strict=True)]
         for part, order in zip(self.parts(), orders, strict=True):
             if "bias" in part:
@@ -387,7 +388,8 @@ def expert_sizes(shape: ExpertShape) -> dict[str, tuple[Shard, Shard]]:
 
 
 def _values_in_order(codes: Int4Codes, order: Tensor | None, inputs: int) -> Tensor:
-    """Return the dequantized values in the order of x. Padding entries repeat an input and are 0."""
+    """Return the dequantized values with inputs in the order of x. Padding repeats an input and has the
+    value 0."""
     values = codes.values()
     if order is None:
         return values

@@ -13,12 +13,12 @@ from quire.kernels.reference.int4 import Int4Codes
 from quire.quant.sharding import Shard
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Output in the lowest bits of a word of 8, and so on."""
+"""Index of the output in each field of a word of 8 codes, from the lowest bits on."""
 
 
 class Int4Size(NamedTuple):
-    """A tensor of the file: its axes along outputs and inputs, and how many outputs and inputs share one
-    of its values (8 codes in an int32, a group of 128 with one scale)."""
+    """A tensor of the file: its axes along outputs and inputs (None: no such axis), and how many outputs and
+    inputs share one of its values (8 codes in an int32, a group of 128 with one scale)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,11 +27,11 @@ class Int4Size(NamedTuple):
     per_output: int = 1
     per_input: int = 1
     of_groups: bool = False
-    """Whether it describes groups of inputs."""
+    """Whether the tensor describes groups of inputs: scales, zeros, group indices."""
 
 
 Sizes = dict[str, Int4Size]
-"""By suffix."""
+"""Suffix of a tensor's name -> its size."""
 
 
 class Int4Layout(NamedTuple):
@@ -147,8 +147,8 @@ def _torchao_pair_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int)
 
 
 def _read_torchao_pairs(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Read bytes of two signed codes, the first in the lower half. The zero is what a code of 0 stands
-    for."""
+    """Read bytes of two signed codes, the first in the lower half. The stored zero is the value that the code
+    0 stands for."""
     words = stored["weight"].view(torch.uint8)
     codes = torch.stack((words & 15, words >> 4), 2).flatten(1) ^ 8
     scales = stored["weight_scale"].t()
@@ -158,9 +158,9 @@ def _read_torchao_pairs(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Ten
 _TILE_INPUTS, _TILE_OUTPUTS = 16, 8
 """Inputs and outputs of a tile of the tensor cores, in weights that torchao has packed for them."""
 TILED_INPUTS = 1024
-"""Weights packed in tiles are padded to a multiple of these inputs."""
+"""Number to whose multiple the inputs of weights packed in tiles are padded."""
 _TILE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Index among the 8 inputs of a word, from its lowest bits on."""
+"""Index of the input in each field of a word of 8 codes, from the lowest bits on."""
 
 
 def _torchao_tile_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
@@ -177,8 +177,8 @@ def _torchao_tile_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int)
 
 
 def _read_torchao_tiles(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Read words [outputs / 8, inputs / 128, 32 lanes, 4]. A lane has an output and a word two tiles: of
-    each, two neighbouring inputs and those 8 further."""
+    """Read words [outputs / 8, inputs / 128, 32 lanes, 4]. A lane has codes of one output. A word has codes
+    of two tiles: in each tile two neighbouring inputs, and the two inputs 8 further."""
     words = stored["weight"]
     parts = fields(words.flatten(0, 2), 4, 1).view(*words.shape, 8)
     places = torch.tensor(_TILE_ORDER, device=words.device).argsort()
@@ -190,7 +190,7 @@ def _read_torchao_tiles(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Ten
 
 
 def _code_of_zero(scales: Tensor, middles: Tensor) -> Tensor:
-    """Return the fractional codes of 0, if the code 8 stands for `middles`."""
+    """Return the fractional codes that stand for 0, given that the code 8 stands for `middles`."""
     return 8 - torch.where(scales == 0, 0, middles / scales)
 
 
@@ -206,7 +206,7 @@ LAYOUTS = {
 
 
 def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int4Codes, Tensor | None]:
-    """Return the codes of a weight, and the order of its inputs if it differs from that of x."""
+    """Return the codes of a weight, and the order of its inputs; None if the order is that of x."""
     layout, order = LAYOUTS[scheme.layout], None
     codes, scales, zeros = layout.read(scheme, stored)
     if not zeros.is_floating_point():
@@ -227,14 +227,14 @@ def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int
 
 
 def _shard_groups(whole: Int4Codes, group_of: Tensor) -> tuple[Int4Codes, Tensor | None]:
-    """Group the inputs of a shard, which has an arbitrary number of each group. Each group gets whole blocks,
-    padded with codes for 0. The order maps padding to some input as well."""
+    """Group the inputs of a shard, which has an arbitrary number of inputs of each group. Groups are padded
+    to whole blocks with codes that stand for 0. The order maps padding to some input of the shard."""
     counts = torch.bincount(group_of, minlength=whole.scales.shape[1])
     padded_counts = -(-counts // BLOCK) * BLOCK
     group_of_place = torch.arange(len(padded_counts), device=padded_counts.device).repeat_interleave(
         padded_counts
     )
-    if bool((whole.zeros >> whole.bits).any()):  # no code is equal to 0
+    if bool((whole.zeros >> whole.bits).any()):  # no code stands for 0
         return Int4Codes(whole.codes, whole.scales[:, group_of], whole.zeros[:, group_of], whole.bits), None
     sorted_inputs = group_of.argsort(stable=True)
     fillers = (padded_counts - counts).cumsum(0) - (padded_counts - counts)
@@ -249,7 +249,7 @@ def _shard_groups(whole: Int4Codes, group_of: Tensor) -> tuple[Int4Codes, Tensor
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor | None:
-    """Return the inputs ordered by group; None if they are in order."""
+    """Return the indices of the inputs ordered by group; None if the inputs are in order."""
     if not bool(group_of.any()) or bool((group_of.diff() >= 0).all()):
         return None
     sizes = torch.bincount(group_of.long(), minlength=groups)

@@ -1,4 +1,4 @@
-"""8-bit weights with a scale per output: stored as such, or quantized while they are loaded."""
+"""8-bit weights with a scale per output: stored in int8, or quantized while they are loaded."""
 
 import functools
 from collections.abc import Callable
@@ -30,11 +30,11 @@ from quire.quant.weight import (
 )
 
 _ALIGNED = 16
-"""Inputs of experts on a GPU must be a multiple of this."""
+"""Sizes of experts must be multiples of this number for the GPU kernels."""
 
 
 class Int8Format:
-    """Builds 8-bit weights. Inputs are quantized as well on a GPU, if there are many."""
+    """Builds 8-bit weights. On a GPU, inputs are quantized as well in steps with many tokens."""
 
     def __init__(self, scheme: Int8, plain: Format) -> None:
         self.scheme = scheme
@@ -53,9 +53,9 @@ class Int8Format:
 
 
 class Int8Matrices(nn.Module):
-    """Codes with their scales: one matrix, or several by `lead`, with parts of `sizes_out` outputs. Weights
-    that are not stored as codes are plain while they are loaded, and quantized afterwards. `scale` is the
-    name of the scales in checkpoints, which are divided by `divisor`."""
+    """Codes with their scales: one matrix, or several with the leading axes `lead`. The parts of a matrix
+    have `sizes_out` outputs. Weights that are not stored as codes are plain while loading, and quantized
+    afterwards. `scale` is the name of the scales in checkpoints; stored scales are divided by `divisor`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Int8Matrices(nn.Module):
             self.codes = materialize(self.codes)
 
     def settle(self) -> Int8Codes:
-        """Return codes with one scale per output, quantizing the weight if it is not stored so."""
+        """Return codes with one scale per output; quantize the weight if the checkpoint stores no codes."""
         if self.scales is None:
             return _quantize_each(self.codes.data) if self.axis else quantize(self.codes.data)
         scales = self.scales.data / self.divisor
@@ -120,7 +120,7 @@ class Int8Weight(Weight):
     """An 8-bit weight: stored codes and scales, or a plain weight that is quantized after loading."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: Int8, **options: Any) -> None:
-        """Build it; `options` are those of `Int8Matrices`."""
+        """Build the weight; `options` are those of `Int8Matrices`."""
         super().__init__(shape)
         self.plain, self.scheme = plain, scheme
         self.stored: Int8Matrices | None = Int8Matrices(
@@ -128,10 +128,10 @@ class Int8Weight(Weight):
         )
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
-        """After `repack` codes on a GPU, blocks of codes on a CPU, otherwise dequantized values."""
+        """None before `repack`; then codes on a GPU, blocks of codes on a CPU, or dequantized values."""
         self.scales: nn.Parameter | None = None
         self.inputs: nn.Parameter | None = None
-        """The static scale of inputs, if it is stored."""
+        """Static scale of inputs; None if inputs are quantized dynamically or not at all."""
         if scheme.stored and scheme.activations == "static":
             self.inputs = empty_parameter(len(shape.sizes_out), dtype=torch.float32, device=shape.device)
 
@@ -250,7 +250,7 @@ class Int8Experts(StoredExperts):
 
 
 def are_together(parts: tuple[str, ...]) -> bool:
-    """Whether gate and up are in one tensor; some experts have no gate."""
+    """Return whether gate and up are in one tensor; two parts may also be `up` and `down` without a gate."""
     return len(parts) == 2 and not parts[0].endswith(".up_proj")
 
 

@@ -46,7 +46,7 @@ class Mxfp4Format:
 
 
 class Mxfp4Experts(StoredExperts):
-    """Blocks of 32 values in 16 bytes, and their scales."""
+    """MXFP4 experts: blocks of 32 values in 16 bytes, and a scale per block."""
 
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__(shape)

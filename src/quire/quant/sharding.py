@@ -30,7 +30,7 @@ class Shard(NamedTuple):
         return self.size == self.all
 
     def per(self, unit: int | Fraction) -> "Shard":
-        """Return the shard of a tensor that has one value per `unit` of these."""
+        """Return the shard of a tensor that has one value per `unit` entries, such as a scale per block."""
         return Shard(_in_units(self.size, unit), _in_units(self.start, unit), _in_units(self.all, unit))
 
 
@@ -43,7 +43,7 @@ Runs = tuple[Shard, ...]
 
 
 def divided(group: Group, size: int) -> Shard:
-    """Return an equal shard for each device."""
+    """Return this device's shard of an axis that is divided evenly over the group."""
     share = group.share(size)
     return Shard(share, group.rank * share, size)
 
@@ -63,14 +63,14 @@ def shards_of(numbers: Iterable[int], size: int) -> Runs:
 
 
 def padded(group: Group, size: int) -> Shard:
-    """Return the shard of a size that may not divide evenly: the last device may have fewer."""
+    """Return the shard of a size that may not divide evenly: the last shards are padded."""
     share = -(-size // group.size)
     return Shard(share, min(group.rank * share, size), size)
 
 
 def of_heads(group: Group, heads: int, width: int) -> Shard:
     """Return the shard of `heads` with `width` values each; with fewer heads than devices, adjacent devices
-    share one."""
+    share a head."""
     if group.size <= heads:
         return divided(group, heads * width)
     assert group.size % heads == 0

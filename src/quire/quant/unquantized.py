@@ -1,4 +1,4 @@
-"""Unquantized weights, in the model's dtype or a narrower one that matmuls widen."""
+"""Unquantized weights, in the model's dtype or in a narrower dtype that matmuls widen."""
 
 import functools
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class PlainWeight(Weight):
         """Number of outputs of each part, including zero padding."""
 
     def widen(self, *, outputs: int = 1, inputs: int = 1) -> None:
-        """Pad the outputs of each part and the inputs with zeros to multiples of these, before loading.
-        Library GEMMs are slow on rows that are not aligned."""
+        """Pad the outputs of each part to a multiple of `outputs`, and the inputs to a multiple of `inputs`,
+        with zeros, before loading. Library GEMMs are slow on rows that are not aligned."""
         self.padded_sizes = [-(-size // outputs) * outputs for size in self.shape.sizes_out]
         size = sum(self.padded_sizes), -(-self.shape.size_in // inputs) * inputs
         self.weight = frozen_parameter(self.weight.new_zeros(size))

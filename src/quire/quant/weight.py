@@ -21,30 +21,31 @@ class LinearShape:
 
     size_in: int
     sizes_out: tuple[int, ...]
-    """One for each part of the checkpoint; their outputs are concatenated (query, key, value)."""
+    """Number of outputs of each checkpoint part (query, key, value) on this device; all are concatenated."""
     bias: bool
     dtype: torch.dtype
     device: torch.device
     quantizable: bool = True
-    """Whether it may be quantized while it is loaded: not if that saves little memory or costs much
+    """Whether the weight may be quantized on load; False where that saves little memory or costs much
     accuracy."""
     outputs: tuple[Runs, ...] = ()
-    """Shards of the outputs of each part; empty: all."""
+    """Shards of the outputs of each part; empty: all outputs."""
     inputs: Shard | None = None
-    """Shard of the inputs; None: all."""
+    """Shard of the inputs; None: all inputs."""
 
 
 class Piece(NamedTuple):
-    """The tensor that a tensor of the checkpoint fills, and its axes along the layer's outputs and inputs."""
+    """A tensor that a checkpoint tensor fills, and its axes along the layer's outputs and inputs (None: no
+    such axis)."""
 
     tensor: Tensor
     outputs: int | None = 0
     inputs: int | None = None
     per_output: int = 1
-    """Number of outputs per value along that axis."""
+    """Number of outputs per element along the axis of outputs."""
     per_input: int | Fraction = 1
     is_flat: bool = False
-    """Whether the checkpoint stores it as a single row or column."""
+    """Whether the checkpoint may store the tensor flattened, in another shape of as many elements."""
 
 
 class TextTensor(Piece):
@@ -62,7 +63,7 @@ _KERNELS = (
     "chosen",
     "rows",
 )
-"""Attributes of a weight that compute."""
+"""Names of the attributes of `Weight` that hold kernels."""
 
 
 class Routes(Protocol):
@@ -79,8 +80,8 @@ class StoredTensors(nn.Module):
         change."""
 
     def finish(self) -> None:
-        """Finish loading; called once. A weight that does not override it can be saved in this state, and
-        restored by filling its tensors and calling `find_kernels`."""
+        """Finish loading; called once. A weight class that does not override `finish` can be saved in this
+        state, and restored by filling its tensors and calling `find_kernels`."""
         self.repack()
         self.find_kernels()
 
@@ -93,8 +94,8 @@ class StoredTensors(nn.Module):
 
 
 class Weight(StoredTensors):
-    """The weight of a linear layer. Fused kernels are optional: None if there is no such kernel. They are set
-    by `finish`."""
+    """The weight of a linear layer. `finish` sets the kernels; fused kernels are optional, and None if there
+    is no such kernel."""
 
     product: Callable[[Tensor], Tensor]
     """Computes x W^T + b; set by `finish`."""
@@ -137,7 +138,7 @@ class Weight(StoredTensors):
                     tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
 
     def refresh_kernels(self) -> None:
-        """Update what kernels hold in another form, after the tensors were changed in place."""
+        """Update copies of the weight that kernels hold in another form, after it was changed in place."""
         if isinstance(product := getattr(self, "product", None), LinearProduct):
             product.refresh()
 
@@ -158,20 +159,20 @@ def frozen_parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def bias_of(shape: LinearShape) -> nn.Parameter | None:
-    """Return an empty bias if the layer has one."""
+    """Return an empty bias [outputs]; None if the layer has no bias."""
     return (
         empty_parameter(sum(shape.sizes_out), dtype=shape.dtype, device=shape.device) if shape.bias else None
     )
 
 
 def placeholder_parameter(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a placeholder for a tensor that exists only between `begin` and `finish`. So weights that are
-    quantized while loading are in memory unquantized for one layer at a time."""
+    """Return a placeholder for a tensor that exists only between `begin` and `finish`. So only one layer at a
+    time is unquantized in memory while a model is quantized on load."""
     return frozen_parameter(torch.empty(1, dtype=dtype, device=device).expand(*size))
 
 
 def materialize(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the tensor that a placeholder stands for."""
+    """Return an empty tensor with the size of a placeholder."""
     return empty_parameter(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 

@@ -25,18 +25,18 @@ class Tower(nn.Module):
 
     @staticmethod
     def heads(facts: Any) -> tuple[int, ...]:
-        """Return the head counts of its encoders, or () if it does not support tensor parallelism."""
+        """Return the head counts of the encoders, or () if the tower does not support tensor parallelism."""
         return (getattr(facts, "vit", facts).heads,)
 
     @classmethod
     def can_shard(cls, media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
+        """Return whether the tower's layers can be sharded over `count` devices."""
         heads = cls.heads(media.tower)
         return bool(heads) and all(number % count == 0 for number in heads)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode all items in one batch; return [num_vectors, hidden * (1 + levels)] each. `items` holds
-        their arrays on the device, by the names of the family's processor."""
+        """Encode all items in one batch; return [num_vectors, hidden * (1 + deepstack levels)] each. An
+        item holds its arrays on the device, by the names that the family's processor gives them."""
         raise NotImplementedError
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ def squares_of(x: Tensor, grids: Sequence[Grid], merge: int) -> Tensor:
 
 
 def split_by_item(vectors: Tensor, counts: Iterable[int], num_images: Iterable[int]) -> list[Tensor]:
-    """Split the vectors of all images, `counts` each, into those of the items with `num_images` images."""
+    """Split the vectors of all images by item. `counts` are the numbers of vectors of the images, and
+    `num_images` the numbers of images of the items."""
     remaining = iter(counts)
     return list(vectors.split([sum(islice(remaining, count)) for count in num_images]))
 
@@ -52,7 +53,7 @@ class AnySizeTower(Tower):
         raise NotImplementedError
 
     def encode_images(self, stacks: list[Tensor], grids: list[Grid]) -> tuple[Tensor, list[int]]:
-        """Return the vectors of all images, which have these grids, and the number of vectors of each."""
+        """Return the vectors of all images, which have these grids, and the number of vectors per image."""
         raise NotImplementedError
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

@@ -1,5 +1,7 @@
-"""CLIP and SigLIP vision encoders over square images, their embeddings of images, and the models with a small
-projector after them: LLaVA (Next, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3."""
+"""CLIP and SigLIP vision encoders over square images: alone, or with a small projector to a decoder.
+
+Models with a projector: LLaVA (NeXT, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -150,8 +152,9 @@ class Llava(FixedSizeTower):
 
 
 class Anyres(Llava):
-    """The processor gives, for each output vector, its index among the vectors of all squares; the last index
-    is the newline vector. With four indices each, the vectors are averaged by weight."""
+    """LLaVA-NeXT and LLaVA-OneVision encoder. The processor gives, for each output vector, an index among the
+    vectors of all squares; the last index is the newline vector. With four indices per output vector, the
+    four vectors are averaged by weight."""
 
     facts: AnyresFacts
 

@@ -132,7 +132,7 @@ class Layer(nn.Module):
 
 class Gemma3nTower(Tower):
     """Gemma 3n encoder. `mel` of an audio item is [frames, mels]. Every item has a fixed number of vectors:
-    shorter ones are padded with a padding embedding, and an end embedding follows."""
+    shorter items are padded with a padding embedding, and an end embedding follows."""
 
     facts: Gemma3nFacts
 

@@ -1,5 +1,7 @@
-"""MoonViT, the vision encoder of Kimi-VL and Kimi-K2.5: images of any size with 2D RoPE, and clips of video
-frames that are averaged over time."""
+"""MoonViT, the vision encoder of Kimi-VL and Kimi-K2.5: images and video clips of any size, with 2D RoPE.
+
+The frames of a clip are averaged over time.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -17,12 +17,12 @@ from quire.models.towers.any_size import AnySizeTower, Grid, channel_last_patche
 _NAMES = ("model.vision_tower.vision_model", "model.vision_tower")
 _EPS = 1e-5
 _TILE = 16
-"""Squares on a side of the tiles of a blank item."""
+"""Squares of patches along a side of a tile of a blank item."""
 
 
 class Lfm2VL(AnySizeTower):
-    """LFM2-VL encoder. `tiles` of an image is [tiles, 3, side, side], and `pixels`, the whole image after
-    them, is [3, height, width]; either may be missing."""
+    """LFM2-VL encoder. `tiles` of an image is [tiles, 3, side, side], and `pixels`, the whole image
+    after the tiles, is [3, height, width]; either array may be missing."""
 
     facts: Lfm2VLFacts
     arrays = ("pixels", "tiles")

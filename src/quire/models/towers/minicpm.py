@@ -169,7 +169,7 @@ class MiniCPMV(AnySizeTower):
             self.merger = MiniCPMMerger(size, 4 * size, tower.size_out, "gelu", scope / "model.merger.mlp.0")
 
     def stacks(self, item: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return for each frame the whole, then its slices."""
+        """Return, for each frame, the whole frame, then its slices."""
         wholes, slices = item["pixels"], item.get("slices")
         if wholes.ndim == 3:
             wholes, slices = wholes[None], None if slices is None else slices[None]

@@ -30,7 +30,7 @@ class OmniVisionTower(Qwen2_5VL):
 
 
 class OmniAudioTower(nn.Module):
-    """Audio encoder with attention within chunks of frames, and means of two states at the end."""
+    """Audio encoder with attention within chunks of frames; at the end, pairs of states are averaged."""
 
     def __init__(self, facts: OmniAudioFacts, scope: Scope) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Encoders of Qwen3-Omni: Qwen3-VL's vision encoder, and an audio encoder that downsamples frames by 8, which
-is also that of Qwen3-ASR."""
+"""Encoders of Qwen3-Omni: Qwen3-VL's vision encoder, and an audio encoder that Qwen3-ASR uses as well.
+
+The audio encoder downsamples mel frames by 8.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,8 +35,8 @@ class Qwen3OmniVisionTower(Qwen3VL):
 
 class Qwen3OmniAudioTower(nn.Module):
     """Audio encoder over chunks of frames, with attention within groups of chunks. The last chunk is padded
-    to full length; the only one if `pads_alone`. `projector` is the scope of the output layers, if they are
-    not among the encoder's."""
+    to full length; a single chunk only if `pads_alone`. `projector` is the scope of the output
+    layers; None if they are in the encoder's scope."""
 
     def __init__(
         self, facts: OmniAudioFacts, scope: Scope, *, projector: Scope | None = None, pads_alone: bool = False

@@ -36,7 +36,7 @@ _NUM_COPIES = 4
 
 
 def _interpolated(table: Tensor, side: int, **options: Any) -> Tensor:
-    """Return the vectors of a square, [patches, hidden], interpolated to a square of another side."""
+    """Return the vectors of a square table, interpolated to `side` x `side`: [patches, hidden]."""
     table_side = math.isqrt(len(table))
     if side == table_side:
         return table
