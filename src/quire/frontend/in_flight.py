@@ -1,4 +1,4 @@
-"""Requests that were sent to an engine core."""
+"""Requests in flight: those that were sent to an engine core, or wait for one."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -22,8 +22,8 @@ from quire.multimodal.processor_cache import ProcessorCache
 MAX_SENT = 32
 """Largest number of times that a request is sent: it must end even if every core dies."""
 MAX_DEATHS = 3
-"""Deaths of cores without progress of a request in between, after which it counts as their cause. Two are
-enough if it was the only request each time."""
+"""Core deaths without progress of a request in between, after which the request counts as their cause. Two
+deaths are enough if no other request was running at the last one."""
 PROGRESS = 16
 """New tokens after which a request is no longer suspected to crash its cores."""
 
@@ -42,9 +42,9 @@ class RequestInFlight:
     link: EngineLink | None = None
     """Connection to its core; None while it waits for one."""
     media_task: asyncio.Task[None] | None = None
-    """Task that processes media again which no core has."""
+    """Task that processes the media again, because the arrays of an item are no longer cached anywhere."""
     sends_all_arrays: bool = False
-    """Whether all arrays are sent, because the core lacked some."""
+    """Whether the arrays of all media items are sent, because the core lacked some of them."""
     state: RequestState | None = None
     """Output so far; None before it is first sent."""
     num_sent: int = 0
@@ -82,17 +82,17 @@ class RequestInFlight:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it has enough new tokens since it was last sent."""
+        """Whether the request has at least PROGRESS new tokens since it was last sent."""
         return self.num_tokens - self.num_before >= PROGRESS
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may have crashed its cores: two died without progress in between."""
+        """Whether the request may have crashed its cores: at least two died without progress in between."""
         return self.num_deaths >= 2 and not self.has_progressed
 
     def may_resend(self, *, is_alone: bool, resumes: bool) -> bool:
-        """Count the death of its core, and return whether it is sent to another one: not if it is likely the
-        cause, or if output was streamed and requests do not resume."""
+        """Count the death of the request's core, and return whether the request may be sent again: not if it
+        likely caused the deaths, or if output was streamed and requests do not resume."""
         self.num_deaths = 1 if self.has_progressed else self.num_deaths + 1
         is_cause = self.num_deaths >= (2 if is_alone else MAX_DEATHS) or self.num_sent >= MAX_SENT
         if self.stream is None or is_cause:
@@ -115,9 +115,9 @@ def running_requests(
 def next_to_send(flights: Mapping[str, RequestInFlight]) -> list[tuple[str, RequestInFlight]]:
     """Return the requests without a core in the order in which to send them.
 
-    A core queues a resumed request before all others, so the oldest of these is sent last. Suspects are sent
-    one at a time: each must make progress before the next one. So a request that crashes cores is the only
-    suspect when it does so again, and the others continue.
+    A core queues a resumed request before all others, so the oldest resumed request is sent last. Suspects
+    are sent one at a time: each suspect must make progress before the next one is sent. So a request that
+    crashes cores is the only running suspect when it does so again, and other requests continue.
     """
     lost = [(id, flight) for id, flight in flights.items() if flight.link is None]
     waiting = [(id, flight) for id, flight in lost if not flight.has_run]
@@ -157,7 +157,7 @@ def prefix_tokens(request: Request) -> list[int]:
 
 
 def affinity(request: Request) -> dict[str, str | None]:
-    """Return the arguments of the router that choose a core: what the prefix depends on, and the session."""
+    """Return arguments for the router's choice of a core: the `extra` of the prefix, and the session."""
     session = None if request.hints is None else request.hints.session
     return {"extra": prefix_extra(request), "session": session}
 

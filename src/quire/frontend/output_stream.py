@@ -1,4 +1,4 @@
-"""Stream of the outputs of one request from the engine to its reader, and their buffer if it is slow."""
+"""Stream of one request's outputs from the engine to its reader, and the output buffer for a slow reader."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -60,15 +60,15 @@ class OutputStream(Generic[Out]):
         *,
         is_delta: bool = True,
     ):
-        """Set whether each output has only what is new since the one before (`is_delta`)."""
+        """With `is_delta` each output contains only what is new since the previous output."""
         self.request_id = request_id
         self._is_delta = is_delta
         self._begin: Callable[[OutputStream[Out]], None] | None = begin
-        """Callback that starts the request; None afterwards, which breaks the reference cycle."""
+        """Callback that starts the request; None once it was called, which breaks the reference cycle."""
         self._abandon = abandon
         self._over = False
         self.has_output = False
-        """Whether there has been an output."""
+        """Whether the engine has put an output object into the stream."""
         self._output: Out | None = None
         """The unread output, if there is one."""
         self._gathered: OutputBuffer | None = None

@@ -13,11 +13,11 @@ SLACK_ROWS = 1 / 16
 SESSION_SLACK_ROWS = 1 / 2
 """Fraction of max_num_seqs by which the load of a session's core may exceed the least busy one."""
 SLACK_SHARE = 0.1
-"""Fraction of the load of the least busy core that is added to that."""
+"""Fraction of the least busy core's load that is added to the slack of SLACK_ROWS."""
 MIN_SHARE = 0.05
 """Smallest cached fraction of a prompt that affects routing."""
 PRESSURE = 6.0
-"""Weight of waiting requests by KV cache usage above one half."""
+"""Weight of a waiting request in the load, multiplied by the KV cache usage above one half."""
 
 
 class Prefix(NamedTuple):
@@ -36,9 +36,9 @@ class _Core:
     """Load of a core."""
 
     num_local: int = 0
-    """Sequences of this process, always exact."""
+    """Sequences that this process has sent to the core, always exact."""
     num_remote: float = 0
-    """Sequences of other processes, as last reported."""
+    """Sequences that other processes have sent to the core, as last reported."""
     num_waiting: float = 0
     kv_usage: float = 0.0
 
@@ -50,7 +50,7 @@ class _Core:
 
 
 class Router:
-    """Sends a request to the core that has its prefix cached, unless that one is much busier than the others.
+    """Chooses for a request the core that has its prefix cached, unless this core is much busier than others.
 
     Cores report their load, not their caches: the router remembers where prompts were sent. Requests are
     counted and removed by id, so that no count can drift.
@@ -166,7 +166,7 @@ class Router:
         return core
 
     def _home(self, session: str, among: Sequence[int]) -> int | None:
-        """Return the core of a session, unless it is not available or has many more requests than another."""
+        """Return the core of a session; None if that core is unavailable or much busier than the least busy."""
         eligible = self.not_much_busier(among)
         for _, cores in self._prefixes.find(key_of_session(session)):
             for core in cores:
