@@ -68,7 +68,7 @@ class CoreControl:
         return any(await self._call_all("is_paused", {}))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Put all cores to sleep, unless all of them sleep at this level. A core whose sleep failed retries."""
+        """Put all cores to sleep, unless all sleep at this level already. A core whose sleep failed retries."""
         if not self.settings.get("model", {}).get("enable_sleep_mode", False):
             raise RequestError("sleep mode is off: start the engine with --enable-sleep-mode")
         check_choice("level", level, LEVELS)
@@ -84,7 +84,7 @@ class CoreControl:
         self._forget_prefixes()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake up the parts in `tags`, or all (None); steps run again when all parts of all cores are awake."""
+        """Wake up the parts in `tags` (None: all); steps run again when all parts of all cores are awake."""
         if all(await self._call_all("wake_up", {"tags": tags}, None)):
             await self._call_all("warm_up", {}, None)
             await self._call_all("resume", {})
@@ -148,8 +148,8 @@ class CoreControl:
         self.weight_version = new_version
 
     async def _call_weights(self, action: str, **info: Any) -> None:
-        """Run a part of an update on all cores. If receiving or preparing fails on one core, all cores drop the
-        received weights."""
+        """Run a part of an update on all cores. If receiving or preparing fails on one core, all cores drop
+        the received weights."""
         try:
             await self._call_all("call_weights", {"action": action, **info}, None)
         except Exception:

@@ -29,7 +29,7 @@ class CoreCalls:
         *,
         if_ready: bool = False,
     ) -> list[Any]:
-        """Call a method of all cores, which must all be available, or with `if_ready` only of the ready cores.
+        """Call a method of all cores, which must all be available, or with `if_ready` only of ready cores.
         Return the answers in order; the first error is raised after all calls have ended."""
         check_sendable(args)
         if if_ready:

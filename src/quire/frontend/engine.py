@@ -77,9 +77,9 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Set up the connections, which `start` opens. `addresses` are those of the cores by rank, which expect
-        the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are arguments of the
-        router. With `resumes`, requests with output continue on another core if their core dies."""
+        """Set up the connections, which `start` opens. `addresses` are those of the cores by rank, which
+        expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are arguments
+        of the router. With `resumes`, requests with output continue on another core if their core dies."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -155,8 +155,8 @@ class AsyncEngine:
             self._tracer.close()
 
     def check(self) -> None:
-        """Raise EngineDead if no core is available, or if one of them has not started yet, hangs in a step, or
-        died longer ago than the health timeout."""
+        """Raise EngineDead if no core is available, or if a core has not started yet, hangs in a step, or died
+        longer ago than the health timeout."""
         self._check_any()
         now = self._clock()
         for link in self._links:
@@ -187,8 +187,8 @@ class AsyncEngine:
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> OutputStream[RequestOutput]:
-        """Stream the outputs of a request; an invalid request raises at once. With a `rank` the request is sent
-        only to that core; with `timed` its share of the step times is measured."""
+        """Stream the outputs of a request; an invalid request raises at once. With a `rank` the request is
+        sent only to that core; with `timed` its share of the step times is measured."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         requests = self.inputs.requests(
@@ -428,7 +428,7 @@ class AsyncEngine:
 
     @property
     def _patience_s(self) -> float:
-        """Return the seconds that requests wait for a core: a restart takes about as long as the last start."""
+        """Return the seconds that requests wait for a core: a restart takes about as long as a start."""
         if not self._cores_return:
             return 0.0
         return self._health_timeout_s + STARTS * max(link.start_s for link in self._links)

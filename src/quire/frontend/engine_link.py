@@ -21,7 +21,7 @@ class Owner(Protocol):
         """Clear the cache of processed media."""
 
     def on_missing(self, request_id: str) -> None:
-        """Handle that a core lacks media arrays of a request; `request_id` is the id of its first sequence."""
+        """Handle that a core lacks media arrays of a request; `request_id` is that of its first sequence."""
 
     def on_outputs(self, link: "EngineLink") -> None:
         """Deliver the outputs that were added to `link.outputs`."""

@@ -32,8 +32,8 @@ class TransferCheck:
     """Folder in which the engines of this user on this machine are found."""
 
     def __call__(self, params: SamplingParams) -> None:
-        """Raise a RequestError if this server lacks the requested role, or if the prefix is at an address that
-        is not a peer: clients must not choose the addresses that this server connects to."""
+        """Raise a RequestError if this server lacks the requested role, or if the prefix is at an address
+        that is not a peer: clients must not choose the addresses that this server connects to."""
         transfer = transfer_params(params.extra_args)
         if transfer is None:
             return

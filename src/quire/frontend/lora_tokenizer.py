@@ -118,8 +118,8 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _contents(path: Path, within: Sequence[str]) -> bytes:
-    """Return the bytes of a file; empty if it does not exist or is not a regular file. Raise a RequestError if
-    the opened file is outside of the folders `within`; without any, all folders are allowed."""
+    """Return the bytes of a file; empty if it does not exist or is not a regular file. Raise a RequestError
+    if the opened file is outside of the folders `within`; without any, all folders are allowed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):

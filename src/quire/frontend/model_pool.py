@@ -135,7 +135,7 @@ class ModelPool:
     # ---- life
 
     def start(self) -> None:
-        """Start loading the first models in the running loop: pinned models, then others that fit the budget."""
+        """Start loading the first models in the running loop: pinned models, then others while they fit."""
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._load_first())]
 
     async def _load_first(self) -> None:
@@ -319,8 +319,8 @@ class ModelPool:
         return sum(other.num_bytes for other in self.models.values() if other is not model)
 
     def _level_of(self, victim: PoolModel) -> int | None:
-        """Return the sleep level of a model that makes way, or None to unload it. Level 1 is for awake models,
-        if this level frees all of their budget memory and the host has room for the weights."""
+        """Return the sleep level of a model that makes way, or None to unload it. Level 1 is for awake
+        models, if this level frees all of their budget memory and the host has room for the weights."""
         if not victim.can_sleep:
             return None
         fits = victim.memory.weights < self._host_free_bytes()

@@ -68,7 +68,7 @@ class MediaInputReader:
         )
         """Cache of processed items."""
         self.interleaves = interleaves
-        """Whether items keep their places between the texts of a message if the template supports only text."""
+        """Whether items keep their places among the texts of a message if templates support only text."""
         self.uses_cross_attention = uses_cross_attention
         """Whether all tokens cross-attend to the prompt's one item; then its text gets no special tokens."""
         self.prefix = prefix

@@ -39,8 +39,8 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """The open requests of one engine link and their outputs. `add_step` adds the output of one step, at little
-    cost; `flush` builds the outputs of all added steps, so that quick steps share one output."""
+    """The open requests of one engine link and their outputs. `add_step` adds the output of one step, at
+    little cost; `flush` builds the outputs of all added steps, so that quick steps share one output."""
 
     def __init__(
         self,

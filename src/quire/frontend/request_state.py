@@ -80,7 +80,7 @@ class SequenceState:
         )
 
     def find_stop(self) -> str | None:
-        """Return the stop string that the new tokens complete, or None; tokens after the string are dropped."""
+        """Return the stop string that the new tokens complete, or None; tokens after it are dropped."""
         assert self.detokenizer is not None
         stop = self.detokenizer.push(self._unread(), final=self.finish is not None)
         if stop is not None:

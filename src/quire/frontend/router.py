@@ -166,7 +166,7 @@ class Router:
         return core
 
     def _home(self, session: str, among: Sequence[int]) -> int | None:
-        """Return the core of a session; None if that core is unavailable or much busier than the least busy."""
+        """Return the core of a session; None if it is unavailable or much busier than the least busy core."""
         eligible = self.not_much_busier(among)
         for _, cores in self._prefixes.find(key_of_session(session)):
             for core in cores:

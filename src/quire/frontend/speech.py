@@ -37,8 +37,8 @@ Samples = NDArray[np.float32]
 
 
 def split_audio(samples: Samples, max_samples: int) -> list[tuple[int, Samples]]:
-    """Split audio into pieces of at most `max_samples`, each cut where its last second is quietest. Return the
-    pieces with their starts in samples."""
+    """Split audio into pieces of at most `max_samples`, each cut where its last second is quietest. Return
+    the pieces with their starts in samples."""
     pieces, start = [], 0
     while len(samples) - start > max_samples:
         end = _quietest(samples, start + max_samples - _SEARCHED)
@@ -247,8 +247,8 @@ class VoxtralTranscriber(Transcriber):
     def of(
         cls, tokenizer: Tokenizer, *, max_len: int, max_samples: int, num_vectors: int
     ) -> "VoxtralTranscriber | None":
-        """Build the transcriber; return None if the tokenizer lacks the tokens. Pieces are reduced so that the
-        audio, with `num_vectors` for `max_samples` samples, takes about half of `max_len` at most."""
+        """Build the transcriber; return None if the tokenizer lacks the tokens. Pieces are reduced so that
+        the audio, with `num_vectors` for `max_samples` samples, takes at most half of `max_len`."""
         if _lacks_tokens(tokenizer, (*_DICTATION_BEGIN, _DICTATION_TASK)):
             return None
         fitting = max_samples * (max_len // 2) // num_vectors
