@@ -78,8 +78,8 @@ class AsyncEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set up the connections, which `start` opens. `addresses` are those of the cores by rank, which
-        expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are arguments
-        of the router. With `resumes`, requests with output continue on another core if their core dies."""
+        expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are for the
+        router. With `resumes`, requests with output continue on another core if their core dies."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -155,8 +155,8 @@ class AsyncEngine:
             self._tracer.close()
 
     def check(self) -> None:
-        """Raise EngineDead if no core is available, or if a core has not started yet, hangs in a step, or died
-        longer ago than the health timeout."""
+        """Raise EngineDead if no core is available, or if a core has not started yet, hangs in a step, or
+        died longer ago than the health timeout."""
         self._check_any()
         now = self._clock()
         for link in self._links:

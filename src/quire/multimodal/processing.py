@@ -34,7 +34,7 @@ _AT_ONCE = 16
 _REQUESTS = 4
 """Requests that may hold the maximum number of media bytes at once; others wait."""
 _LONG = 1 << 17
-"""Characters from which on a digest is computed in a thread."""
+"""Number of characters from which on the digest of a text is computed in a thread."""
 _TEXTS_BYTES, _TEXT_BYTES = 16 << 20, 512
 """Bytes of the cache of known texts, and of one entry: only digests are kept."""
 
@@ -126,7 +126,7 @@ class MediaProcessor:
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
         """Prepare the items of one prompt, in order. `arguments` are mm_processor_kwargs, `reading` are
-        media_io_kwargs, both over those of the server. An error names its item and cancels the others."""
+        media_io_kwargs; both override those of the server. An error names its item and cancels the others."""
         (prepared,) = await self.prepare_each([items], arguments, reading)
         return prepared
 
@@ -204,7 +204,7 @@ class MediaProcessor:
         return self._keys.of(*raw) if len(text) < _LONG else await self._in_thread(self._keys.of, *raw)
 
     async def _name_item(self, raw: RawItem, hold: BudgetHold) -> tuple[RawItem, bytes]:
-        """Return the item with its content, unless it has a uuid, and its name in the cache."""
+        """Load the content of an item without a uuid; return the item and its name in the cache."""
         if raw.item.uuid is None:
             raw = raw._replace(item=await self._load_content(raw.item, hold))
         return raw, await self._in_thread(self._keys.of, *raw)

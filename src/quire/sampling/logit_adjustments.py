@@ -1,5 +1,4 @@
-"""Logit adjustments before sampling: allowed ids, bad words, min_tokens, biases, penalties, and timestamp
-rules."""
+"""Logit adjustments before sampling: allowed ids, bad words, min_tokens, biases, penalties, timestamps."""
 
 from collections.abc import Callable
 

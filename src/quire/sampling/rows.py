@@ -136,8 +136,8 @@ class SamplingRows:
         device: torch.device,
         banned_ids: tuple[Sequence[int], ...] = ((), ()),
     ) -> None:
-        """Set `banned_ids`, tokens that no row may sample; those of the second list are banned as first
-        token only."""
+        """`banned_ids` are two lists of tokens that no row may sample; tokens of the second list are banned
+        as the first output token only."""
         self.vocab = vocab
         self.banned_ids = banned_ids
         self.device = device
