@@ -68,7 +68,7 @@ class CoreControl:
         return any(await self._call_all("is_paused", {}))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Put all cores to sleep, unless all sleep at this level. A core whose last try failed tries again."""
+        """Put all cores to sleep, unless all sleep at this level. A core whose last try failed retries."""
         if not self.settings.get("model", {}).get("enable_sleep_mode", False):
             raise RequestError("sleep mode is off: start the engine with --enable-sleep-mode")
         check_choice("level", level, LEVELS)

@@ -137,7 +137,7 @@ class ProcessorCache:
         return self._core_keys is not None and key in self._core_keys
 
     def outgoing(self, media: Media, *, all_arrays: bool = False) -> Media:
-        """Return the media to send to the engine core, without arrays that the core has unless `all_arrays`."""
+        """Return the media to send to the engine core: without arrays that it has, unless `all_arrays`."""
         if self._arena is not None:
             return self._refer_to_arena(self._arena, media, all_arrays)
         if self._core_keys is None:

@@ -70,7 +70,7 @@ class Processor(Protocol):
         for models that cross-attend to the item."""
 
     def text(self, modality: str, number: int) -> str:
-        """Return the text of the mark, which is put before a message's text if the chat template has no media.
+        """Return the text of the mark, which is put before a message's text for chat templates without media.
         `number` counts the items of this modality in the conversation, from 1."""
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
