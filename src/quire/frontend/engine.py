@@ -239,7 +239,7 @@ class AsyncEngine:
         return OutputStream(id, begin, self._abandon, is_delta=is_delta)
 
     def _send_request(self, id: str, flight: RequestInFlight) -> None:
-        """Send a request to the best core; if none is available, it waits."""
+        """Send a request to the best core; the request waits if no core is available."""
         among = self._available(flight.rank)
         first, processor_cache = flight.requests[0], self.inputs.media.processor_cache
         lacks_media = first.media is not None and processor_cache.lacks(first.media)

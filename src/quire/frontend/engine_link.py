@@ -15,7 +15,7 @@ class Owner(Protocol):
 
     def on_ready(self, link: "EngineLink") -> None: ...
     def on_stats(self, link: "EngineLink", page: bytes) -> None:
-        """Handle a report of the core's load; `page` is its metrics page, if it is on another machine."""
+        """Handle a report of the core's load; `page` is the metrics page of a core on another machine."""
 
     def on_reset(self) -> None:
         """Clear the cache of processed media."""

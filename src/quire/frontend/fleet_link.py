@@ -28,7 +28,7 @@ class ReplicaLost(EngineDead):
 
 
 class Fleet(Protocol):
-    """The replicas of an engine behind a load balancer, which chooses one for each call."""
+    """The replicas of an engine behind a load balancer, which chooses a replica for each call."""
 
     async def ready(self) -> Ready:
         """Wait for a replica, and return the first message of its core."""
@@ -52,7 +52,7 @@ class FleetOwner(Owner, Protocol):
     """Owner of a connection to a fleet."""
 
     def on_lost(self, link: EngineLink, sequence_ids: Collection[str], reason: str) -> None:
-        """Handle that some requests lost their core, while others of the connection go on."""
+        """Handle that some requests lost their core, while other requests of the connection go on."""
 
 
 class _Run:
@@ -117,7 +117,7 @@ class FleetLink(EngineLink):
                 await asyncio.wait_for(self._fleet.ping(), PING_TIMEOUT_S)
                 self._heard_at = self._clock()
             except Exception as error:
-                log.warning("No replica answers: %s", _reason(error))
+                log.warning("No replica of the fleet answers: %s; retrying", _reason(error))
             await asyncio.sleep(PING_INTERVAL_S)
 
     async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:

@@ -20,7 +20,7 @@ from quire.metrics.api_keys import KeyAccount
 from quire.multimodal.processor_cache import ProcessorCache
 
 MAX_SENT = 32
-"""Largest number of times that a request is sent: it must end even if every core dies."""
+"""Largest number of times that a request is sent: the request must end even if every core dies."""
 MAX_DEATHS = 3
 """Core deaths without progress of a request in between, after which the request counts as their cause. Two
 deaths are enough if no other request was running at the last one."""
@@ -40,20 +40,20 @@ class RequestInFlight:
     """Account of the API key."""
     stream: OutputStream[Any] | None = None
     link: EngineLink | None = None
-    """Connection to its core; None while it waits for one."""
+    """Connection to the request's core; None while the request waits for one."""
     media_task: asyncio.Task[None] | None = None
     """Task that processes the media again, because the arrays of an item are no longer cached anywhere."""
     sends_all_arrays: bool = False
     """Whether the arrays of all media items are sent, because the core lacked some of them."""
     state: RequestState | None = None
-    """Output so far; None before it is first sent."""
+    """Output so far; None before the request is first sent."""
     num_sent: int = 0
     num_before: int = 0
-    """Number of output tokens when it was last sent."""
+    """Number of output tokens when the request was last sent."""
     num_deaths: int = 0
-    """Deaths of its cores since it last made progress."""
+    """Core deaths since the request last made progress."""
     lost_at: float = 0.0
-    """Time at which it lost its core or found none; 0 while it has one."""
+    """Time at which the request lost its core or found none; 0 while it has a core."""
     parent: str = field(default_factory=PARENT.get)
     """traceparent of the client."""
 
@@ -103,7 +103,7 @@ class RequestInFlight:
 def running_requests(
     link: EngineLink, flights: Mapping[str, RequestInFlight], sequence_ids: Collection[str] | None = None
 ) -> dict[str, RequestInFlight]:
-    """Return the requests that a connection runs: all of them, or those with one of these sequences."""
+    """Return the requests that run on a connection: all of them, or those with one of `sequence_ids`."""
     return {
         id: flight
         for id, flight in flights.items()

@@ -160,7 +160,7 @@ class ModelPool:
 
     @asynccontextmanager
     async def using(self, model: PoolModel) -> AsyncIterator[None]:
-        """Keep the model awake; wait in line until it is."""
+        """Wait in line until the model is awake, and keep it awake inside of the context."""
         await self.acquire(model)
         try:
             yield
@@ -168,7 +168,7 @@ class ModelPool:
             self.release(model)
 
     async def acquire(self, model: PoolModel) -> None:
-        """Wait until the model is awake; it stays so until `release`. Raise EngineDead if it cannot load."""
+        """Wait until the model is awake; it stays awake until `release`. Raise EngineDead if it cannot load."""
         if model.is_awake and not model.changing:
             model.num_users += 1
             return
@@ -215,7 +215,7 @@ class ModelPool:
             model.error = ""
 
     def check(self) -> None:
-        """Raise EngineDead while the first models load, if one makes no progress, or if none could load."""
+        """Raise EngineDead while the first models load, if a model makes no progress, or if none could load."""
         models = self.models.values()
         if not self.started.is_set():
             loading = [model.name for model in models if model.state == "loading"]
@@ -327,7 +327,7 @@ class ModelPool:
         return 1 if fits and not victim.keeps_weights and victim.is_awake else 2
 
     async def _leave(self, model: PoolModel, *, level: int | None) -> None:
-        """Put a model to sleep, or unload it (None), once its requests have finished. New requests wait."""
+        """Put a model to sleep, or unload it (level None), once its requests have finished. New ones wait."""
         if not model.backend.is_loaded:
             model.is_awake = False
             return

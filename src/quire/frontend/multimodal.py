@@ -193,7 +193,7 @@ def _open_cache(section: MultimodalSection, cache: CacheKind, shared_memory: str
         try:
             return SharedProcessorCache(SharedCache(shared_memory))
         except OSError as error:
-            log.warning("This API process caches media for itself: the shared memory is not open (%s)", error)
+            log.warning("This API process does not share its media cache: its memory cannot be opened (%s)", error)
     arena = SharedArena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
     return ProcessorCache(max_bytes(section), replicated=cache == "replicated", arena=arena)
 
@@ -253,7 +253,7 @@ def _transcriber(config: EngineConfig, processor: Processor, tokenizer: Tokenize
 
 
 def merge_encoder_decoder(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Merge encoder_prompt and decoder_prompt, if the prompt has them: the encoder's has only media."""
+    """Merge encoder_prompt, which has only media, and decoder_prompt, if the prompt has them."""
     if "encoder_prompt" not in prompt and "decoder_prompt" not in prompt:
         return prompt
     encoder, decoder = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")

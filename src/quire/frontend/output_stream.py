@@ -175,12 +175,12 @@ class OutputStream(Generic[Out]):
 
 
 class OutputBuffer:
-    """Outputs of one request, merged into one for a slow reader: deltas are kept in lists and joined once."""
+    """Merges outputs of one request into one output for a slow reader: deltas are kept in lists, joined once."""
 
     __slots__ = ("_is_delta", "_last", "_prompt_logprobs", "_choices")
 
     def __init__(self, first: RequestOutput, *, is_delta: bool = True) -> None:
-        """Without `is_delta` each output contains the earlier ones: only the newest is kept."""
+        """Without `is_delta` each output contains the earlier outputs: only the newest output is kept."""
         self._is_delta = is_delta
         self._last = first
         self._prompt_logprobs: PromptLogprobs | None = None

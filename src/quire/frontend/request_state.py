@@ -67,7 +67,7 @@ class SequenceState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its deltas contain only text."""
+        """Whether the deltas of this sequence contain only text."""
         delta = self.parent.params.output_kind is RequestOutputKind.DELTA
         return delta and self.logprobs is None and not self.has_stops and self.detokenizer is not None
 

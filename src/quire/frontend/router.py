@@ -9,9 +9,9 @@ import numpy as np
 from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap, key_of_session
 
 SLACK_ROWS = 1 / 16
-"""Fraction of max_num_seqs by which a core with the whole prompt cached may exceed the least busy one."""
+"""Fraction of max_num_seqs by which the load of a core with the whole prompt cached may exceed the least."""
 SESSION_SLACK_ROWS = 1 / 2
-"""Fraction of max_num_seqs by which the load of a session's core may exceed the least busy one."""
+"""Fraction of max_num_seqs by which the load of a session's core may exceed the least load."""
 SLACK_SHARE = 0.1
 """Fraction of the least busy core's load that is added to the slack of SLACK_ROWS."""
 MIN_SHARE = 0.05
@@ -175,12 +175,12 @@ class Router:
         return None
 
     def not_much_busier(self, among: Sequence[int]) -> list[int]:
-        """Return the cores that a session may use: their load is not far above that of the least busy one."""
+        """Return the cores that a session may use: their load is not far above that of the least busy core."""
         least = min(self.cores[core].load for core in among)
         return [core for core in among if self.cores[core].load <= least + self._session_slack]
 
     def _nearest(self, prefix: Prefix, among: Sequence[int]) -> int:
-        """Return the core with most of the prompt cached, if its load is near that of the least busy one."""
+        """Return the core with most of the prompt cached, if its load is near that of the least busy core."""
         loads = {core: self.cores[core].load for core in among}
         least = min(loads.values())
         slack = self._slack + SLACK_SHARE * least

@@ -68,7 +68,7 @@ class Segment:
 
     @property
     def compression_ratio(self) -> float:
-        """Return the compression ratio of the text, which is high if it repeats itself."""
+        """Return the compression ratio of the text, which is high for repetitive text."""
         raw = self.text.encode()
         return len(raw) / len(zlib.compress(raw))
 
@@ -92,7 +92,7 @@ class Transcriber:
     tasks: tuple[str, ...]
     """Tasks (of TASKS) that the model supports."""
     detects_language_first: bool
-    """Whether the prompt needs the language, so that it is detected first."""
+    """Whether the prompt needs the language, so that a language that is not given is detected first."""
     separator: str
     """Separator of the texts of two pieces."""
     timestamp_tokens: TimestampTokens | None = None

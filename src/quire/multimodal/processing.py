@@ -30,9 +30,9 @@ T = TypeVar("T")
 Options = Mapping[str, Any]
 
 _AT_ONCE = 16
-"""Items of one request that are prepared concurrently."""
+"""Maximum number of items of one request that are prepared concurrently."""
 _REQUESTS = 4
-"""Requests that may hold the maximum number of media bytes at once; others wait."""
+"""Number of requests that may hold the maximum of media bytes at once; other requests wait."""
 _LONG = 1 << 17
 """Number of characters from which on the digest of a text is computed in a thread."""
 _TEXTS_BYTES, _TEXT_BYTES = 16 << 20, 512
@@ -64,7 +64,7 @@ class KnownText(NamedTuple):
     name: bytes
     """Name of the item in the processor cache."""
     num_bytes: int
-    """Size of its content."""
+    """Size of the item's content."""
 
 
 class EqualItems:
@@ -81,7 +81,7 @@ class EqualItems:
 
 
 class MediaProcessor:
-    """Fetches items, and decodes and processes them in threads. A process has one per model."""
+    """Fetches items, and decodes and processes them in threads. A process has one instance per model."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ def adjust(
 ) -> Tensor:
     """Return `logits` [N, V], changed in place by each row's parameters, in vLLM's order.
 
-    Penalties use `counts` if the latest tokens may be known to the device only, otherwise `history`.
+    Penalties use `counts` if the latest tokens may be only on the device, otherwise `history`.
     `process` applies custom logits processors.
     """
     flags = state.flags[rows]

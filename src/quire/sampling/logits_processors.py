@@ -52,7 +52,7 @@ class LogitsProcessor(ABC):
 
     @classmethod  # noqa: B027
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise a ValueError if a request cannot be processed. It runs in API processes."""
+        """Raise a ValueError if a request cannot be processed. This method runs in API processes."""
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:

@@ -80,8 +80,8 @@ class TokenTable:
 
 
 class WordTable:
-    """Bad words of one or more tokens, by row: the last token is banned if the output ends with the
-    others."""
+    """Bad words of one or more tokens, by row: the last token of a word is banned if the output ends with the
+    tokens before it."""
 
     def __init__(self) -> None:
         self._rows = np.empty(0, np.int32)

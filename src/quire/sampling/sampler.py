@@ -262,7 +262,7 @@ class Sampler:
 
 
 def _draws(rows: Ints) -> NDArray[np.intp]:
-    """Return the index of each sample among those of its row, which are adjacent."""
+    """Return the index of each sample among the samples of its row, which are adjacent."""
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     indices: NDArray[np.intp] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
     return indices
