@@ -168,7 +168,7 @@ class ModelPool:
             self.release(model)
 
     async def acquire(self, model: PoolModel) -> None:
-        """Wait until the model is awake; it stays awake until `release`. Raise EngineDead if it cannot load."""
+        """Wait until the model is awake, and keep it awake until `release`. Raise EngineDead if loading fails."""
         if model.is_awake and not model.changing:
             model.num_users += 1
             return
@@ -215,7 +215,7 @@ class ModelPool:
             model.error = ""
 
     def check(self) -> None:
-        """Raise EngineDead while the first models load, if a model makes no progress, or if none could load."""
+        """Raise EngineDead while the first models load, if a model makes no progress, or if all failed."""
         models = self.models.values()
         if not self.started.is_set():
             loading = [model.name for model in models if model.state == "loading"]

@@ -193,7 +193,7 @@ def _open_cache(section: MultimodalSection, cache: CacheKind, shared_memory: str
         try:
             return SharedProcessorCache(SharedCache(shared_memory))
         except OSError as error:
-            log.warning("This API process does not share its media cache: its memory cannot be opened (%s)", error)
+            log.warning("This API process does not share its media cache: the memory is not open (%s)", error)
     arena = SharedArena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
     return ProcessorCache(max_bytes(section), replicated=cache == "replicated", arena=arena)
 

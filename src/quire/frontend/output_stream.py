@@ -175,7 +175,7 @@ class OutputStream(Generic[Out]):
 
 
 class OutputBuffer:
-    """Merges outputs of one request into one output for a slow reader: deltas are kept in lists, joined once."""
+    """Merges outputs of one request into one output for a slow reader: deltas are joined only once."""
 
     __slots__ = ("_is_delta", "_last", "_prompt_logprobs", "_choices")
 

@@ -175,7 +175,7 @@ class Router:
         return None
 
     def not_much_busier(self, among: Sequence[int]) -> list[int]:
-        """Return the cores that a session may use: their load is not far above that of the least busy core."""
+        """Return the cores that a session may use: their load is not far above the least load."""
         least = min(self.cores[core].load for core in among)
         return [core for core in among if self.cores[core].load <= least + self._session_slack]
 

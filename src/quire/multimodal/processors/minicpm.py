@@ -59,7 +59,7 @@ class Cut(NamedTuple):
 
 class MiniCPMVProcessor(ImageProcessor):
     """The mark is the image token; for videos of MiniCPM-V 2.6 to 4.5 it is a slice with one image token.
-    Images are numbered."""
+    Images may be numbered."""
 
     arguments = ("max_slice_nums", "scale_resolution", "slice_mode", *(set(IMAGE_ARGUMENTS) - set(_ALWAYS)))
     mean = std = HALF
