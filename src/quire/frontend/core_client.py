@@ -159,7 +159,7 @@ class CoreLink(EngineLink):
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            log.error("%s cannot be reached at %.80r: %s; retrying at a new address", self.name, address, error)
+            log.error("%s is unreachable at %.80r: %s; waiting for a new address", self.name, address, error)
             self._disconnect()
             self._connected_to = address  # no retry until the address changes
 

@@ -49,7 +49,7 @@ log = get_logger(__name__)
 
 LOOK_S = 0.1
 STARTS = 2.0
-"""Time that requests wait for a dead core, on top of the health timeout, in multiples of its start time."""
+"""Time that requests wait for a dead core, beyond the health timeout, as a multiple of its start time."""
 SILENT_S = 2.0
 """Seconds without a message after which a core gets no new requests, if other cores are available."""
 
@@ -79,7 +79,7 @@ class AsyncEngine:
     ) -> None:
         """Set up the connections, which `start` opens. `addresses` are those of the cores by rank, which
         expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are for the
-        router. With `resumes`, requests with output continue on another core if their core dies."""
+        router. With `resumes`, requests with output continue after the death of their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics

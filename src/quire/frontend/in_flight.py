@@ -23,7 +23,7 @@ MAX_SENT = 32
 """Largest number of times that a request is sent: the request must end even if every core dies."""
 MAX_DEATHS = 3
 """Core deaths without progress of a request in between, after which the request counts as their cause. Two
-deaths are enough if no other request was running at the last one."""
+deaths are enough if the core ran no other request at its death."""
 PROGRESS = 16
 """New tokens after which a request is no longer suspected to crash its cores."""
 

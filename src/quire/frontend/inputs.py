@@ -146,7 +146,7 @@ class InputProcessor:
         if not isinstance(lora, LoRARequest) or not self.enable_lora or self.pooling is not None:
             return self
         inputs = copy.copy(self)
-        inputs.vocab = self.vocab + self.num_extra_vocab  # the engine core checks the number
+        inputs.vocab = self.vocab + self.num_extra_vocab  # the engine core checks the adapter's own number
         inputs.tokenizer = self.tokenizer_of(lora)
         if inputs.tokenizer is not None and inputs.tokenizer is not self.tokenizer:
             ends = (inputs.tokenizer.eos_token_id, *self.eos_ids)
