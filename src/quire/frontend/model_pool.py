@@ -168,7 +168,7 @@ class ModelPool:
             self.release(model)
 
     async def acquire(self, model: PoolModel) -> None:
-        """Wait until the model is awake, and keep it so until `release`. Raise EngineDead if loading fails."""
+        """Wait until a model is awake; it stays awake until `release`. Raise EngineDead if loading fails."""
         if model.is_awake and not model.changing:
             model.num_users += 1
             return
