@@ -21,7 +21,7 @@ class CheckedParams:
 
     params: SamplingParams
     eos_id: int
-    """eos token id; -1 with ignore_eos."""
+    """eos token id; -1 with ignore_eos or without an eos token."""
     top_id: int
     """Largest token id in the parameters; 0 without a LoRA adapter."""
 
@@ -38,7 +38,7 @@ def check_salt(salt: Any) -> None:
 
 
 def check_no_routed_experts(params: SamplingParams) -> None:
-    """Refuse parameters of returned experts, which are off."""
+    """Refuse `routed_experts_prompt_start`, because routed experts are not returned by this engine."""
     if params.routed_experts_prompt_start:
         raise RequestError(
             "routed_experts_prompt_start needs --enable-return-routed-experts", param=_PROMPT_START
@@ -56,7 +56,7 @@ def check_maskable(params: SamplingParams) -> None:
 
 
 def check_prompt_start(params: SamplingParams, num_prompt: int) -> None:
-    """Refuse a first prompt token with returned experts that the prompt does not have."""
+    """Refuse a `routed_experts_prompt_start` that is not below the number of prompt tokens."""
     if 0 < params.routed_experts_prompt_start >= num_prompt:
         raise RequestError(
             f"routed_experts_prompt_start must be less than the {num_prompt} tokens of the prompt, got"

@@ -27,10 +27,10 @@ class CallAll(Protocol):
 
 
 class CoreControl:
-    """Control calls to all engine cores, in this process or in others. They are declared here alone.
+    """Control calls to all engine cores, in this process or in others.
 
-    Cores with expert parallelism wait for each other in every step. So all are paused before the first one
-    sleeps, and all have their memory back before the first one warms up.
+    Cores with expert parallelism wait for each other in every step. So all cores are paused before the first
+    one sleeps, and all cores have their memory back before the first one warms up.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class CoreControl:
         clear_media: Callable[[], None],
         in_process: bool = False,
     ) -> None:
-        """Set the `settings` of the engine, by section, and what forgets the prefixes and the media of this
-        process."""
+        """`settings` are the options of the engine by section. `forget_prefixes` and `clear_media` clear the
+        prefix map and the media cache of this process."""
         self._call_all = call_all
         self._forget_prefixes, self._clear_media = forget_prefixes, clear_media
         self._in_process = in_process
         self.settings = settings
         self.weight_version = DEFAULT_VERSION
-        """Version of the weights, as a core reported it last."""
+        """Last version of the weights that a core reported."""
         self.is_awake = True
         """Whether this client has not put the cores to sleep, or has woken them up completely."""
 
@@ -68,7 +68,7 @@ class CoreControl:
         return any(await self._call_all("is_paused", {}))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Put all cores to sleep. One that sleeps at this level does nothing; one that failed retries."""
+        """Put all cores to sleep, unless all sleep at this level. A core whose last try failed retries."""
         if not self.settings.get("model", {}).get("enable_sleep_mode", False):
             raise RequestError("sleep mode is off: start the engine with --enable-sleep-mode")
         check_choice("level", level, LEVELS)
@@ -84,7 +84,7 @@ class CoreControl:
         self._forget_prefixes()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake up all or some parts; steps run again when all parts of all cores are awake."""
+        """Wake up the parts in `tags` (None: all); steps run again when all parts of all cores are awake."""
         if all(await self._call_all("wake_up", {"tags": tags}, None)):
             await self._call_all("warm_up", {}, None)
             await self._call_all("resume", {})
@@ -131,11 +131,11 @@ class CoreControl:
         await self._call_weights("start")
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Receive new weights; the cores go on with the old ones."""
+        """Receive new weights; the cores use the old weights until `finish_weight_update`."""
         await self._call_weights("receive", update_info=dict(update_info))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Apply the received weights on all workers, and drop the cached prefixes of the old ones."""
+        """Apply the received weights on all workers, and drop the cached prefixes of the old weights."""
         if weight_version is not None:
             check_version(weight_version)
         await self._call_weights("prepare")
@@ -148,7 +148,8 @@ class CoreControl:
         self.weight_version = new_version
 
     async def _call_weights(self, action: str, **info: Any) -> None:
-        """Run a part of an update on all cores. If it fails on one of them, all drop what they received."""
+        """Run a part of an update on all cores. If receiving or preparing fails on one core, all cores drop
+        the received weights."""
         try:
             await self._call_all("call_weights", {"action": action, **info}, None)
         except Exception:
@@ -172,8 +173,8 @@ class CoreControl:
     # ---- caches
 
     async def reset_prefix_cache(self, running: bool = False, external: bool = False) -> bool:
-        """Forget all cached prefixes, and those of lower tiers if `external`. Return False while requests
-        hold blocks, unless those that are `running` are to be recomputed."""
+        """Forget all cached prefixes, with `external` also those of lower tiers. Return False while requests
+        hold blocks; with `running`, these requests restart as after a preemption instead."""
         self._forget_prefixes()
         method = "reset_running" if running else "reset_prefix_cache"
         return all(await self._call_all(method, {"external": external}, if_ready=True))
@@ -193,7 +194,7 @@ class CoreControl:
         await self._call_all("profile", {"start": start, "prefix": prefix}, None)
 
     async def abort(self, request_ids: list[str]) -> int:
-        """End the requests with these ids; return the number of sequences."""
+        """End the requests with these ids; return the number of ended sequences."""
         return sum(await self._call_all("abort", {"request_ids": request_ids}))
 
 

@@ -29,8 +29,8 @@ class CoreCalls:
         *,
         if_ready: bool = False,
     ) -> list[Any]:
-        """Call a method of all cores, all of which must be available, or of those that are ready; return
-        their answers in order, or raise the first error at the end."""
+        """Call a method of all cores, which must all be available, or with `if_ready` only of ready cores.
+        Return the answers in order; the first error is raised after all calls have ended."""
         check_sendable(args)
         if if_ready:
             self.check_any()

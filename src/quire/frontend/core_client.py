@@ -36,11 +36,11 @@ log = get_logger(__name__)
 
 HELLO_INTERVAL_S = 0.1
 MAX_BEHIND = 1000
-"""Messages that are buffered on this side; the rest is buffered in the core, which handles slow clients."""
+"""Messages that are buffered in this process; the core, which handles slow clients, buffers the rest."""
 READ_S = 0.004
-"""Time for which messages are read before their outputs are delivered."""
+"""Seconds for which messages are read before their outputs are delivered."""
 YIELD_ROUNDS = 4
-"""Event loop iterations between two reads: new requests progress even if the core is faster than this."""
+"""Event loop iterations between two reads: new requests progress even if the core outpaces this process."""
 HEARTBEAT_MS = 1000
 """Interval of heartbeats on a connection to another machine."""
 SILENCE_MS = 10_000
@@ -62,19 +62,19 @@ class CoreLink(EngineLink):
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is its index among the links of its owner. `address` may be a file that will
+        """`place` is the index of this link among its owner's links. `address` may be a file that will
         contain the address once it is known; `token` is the secret that the core expects."""
         super().__init__(place, rank, name=name, outputs=outputs, owner=owner, clock=clock)
         self._address = address
         self._token = token
         self._connected_to = ""
         self._stalled_s = 0.0
-        """Time for which the core had work and finished no step, as last reported."""
+        """Seconds for which the core had work and finished no step, as last reported."""
         self._num_resets = 0
         self._is_scheduled = False
         """Whether the next read is already scheduled."""
         self._is_look_due = False
-        """Whether a message was sent in this turn of the event loop, after which one may have arrived."""
+        """Whether `send` has scheduled a read, in case its call consumed the event of an arrived message."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
@@ -159,9 +159,9 @@ class CoreLink(EngineLink):
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            log.error("%s cannot be reached at %.80r: %s", self.name, address, error)
+            log.error("%s is unreachable at %.80r: %s; waiting for a new address", self.name, address, error)
             self._disconnect()
-            self._connected_to = address  # until the address changes
+            self._connected_to = address  # no retry until the address changes
 
     def _disconnect(self) -> None:
         self._connected_to = ""
@@ -211,8 +211,8 @@ class CoreLink(EngineLink):
             self._read_and_deliver()
 
     def _read_and_deliver(self) -> None:
-        """Read messages for a limited time, then deliver: a stream gets one output for several steps. If
-        there is more to read, other tasks run first."""
+        """Read messages for a limited time, then deliver their outputs: a stream gets one output for several
+        steps. If messages remain, other tasks run before the next read."""
         self._is_scheduled = False  # so that the next message is read even after an error
         is_all = self._receive()
         self._owner.on_outputs(self)

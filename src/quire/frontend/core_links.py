@@ -23,7 +23,8 @@ def open_links(
     stream_interval: int,
     clock: Callable[[], float],
 ) -> list[EngineLink]:
-    """Return the connections, which are not started. A `fleet` takes the place of all addresses."""
+    """Return the connections, which are not started. With a `fleet`, a single link to it replaces those to
+    `addresses`."""
 
     def processor() -> OutputProcessor:
         return OutputProcessor(

@@ -12,7 +12,7 @@ from quire.frontend.outputs import OutputProcessor
 
 
 class _Stream:
-    """The messages of the core to one request that were not read yet."""
+    """The unread messages of the core to one request."""
 
     def __init__(self, sequence_ids: list[str]) -> None:
         self.open = set(sequence_ids)
@@ -30,7 +30,7 @@ class _Stream:
         self._wake.set()
 
     def drop(self, sequence_id: str) -> None:
-        """Wait no longer for a sequence, which was aborted."""
+        """Remove an aborted sequence from those that the stream waits for."""
         self.open.discard(sequence_id)
         self._wake.set()
 
@@ -39,7 +39,7 @@ class _Stream:
         self._wake.set()
 
     async def read(self) -> list[bytes]:
-        """Wait for messages and return all of them; none at the end."""
+        """Wait for messages and return all of them; an empty list means the end."""
         while not self._unread and self.open:
             if self.error is not None:
                 raise self.error
@@ -67,7 +67,7 @@ class CoreRelay:
     def __init__(
         self, address: str, token: str, *, health_timeout_s: float, on_end: Callable[[], object]
     ) -> None:
-        """Build it. `on_end` is called when the core has died."""
+        """`on_end` is called when the core has died."""
         self._streams: dict[str, _Stream] = {}
         """Streams by sequence id."""
         self.link = CoreLink(
@@ -93,7 +93,8 @@ class CoreRelay:
             raise EngineDead(problem)
 
     async def run(self, data: bytes) -> AsyncIterator[list[bytes]]:
-        """Run an encoded Add; yield the encoded messages of the core to it. Closing this early aborts it."""
+        """Run the request of an encoded Add; yield the core's encoded messages to it. Closing the iterator
+        early aborts the request."""
         self.check()
         add = decode_to_core(data)
         assert isinstance(add, Add)
@@ -110,7 +111,7 @@ class CoreRelay:
                 self.link.send(Abort(list(stream.open)))
 
     def abort(self, sequence_ids: list[str]) -> None:
-        """Send the core an Abort of some sequences of a request; its others go on."""
+        """Send the core an Abort of some sequences of a request; its other sequences go on."""
         known = [id for id in sequence_ids if id in self._streams]
         if known and self.link.core is not None:
             self.link.send(Abort(known))

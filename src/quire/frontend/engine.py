@@ -49,9 +49,9 @@ log = get_logger(__name__)
 
 LOOK_S = 0.1
 STARTS = 2.0
-"""How many start times of a core requests wait for a dead one, on top of the health timeout."""
+"""Time that requests wait for a dead core, beyond the health timeout, as a multiple of its start time."""
 SILENT_S = 2.0
-"""Time without a message after which a core gets no new requests, if others are available."""
+"""Seconds without a message after which a core gets no new requests, if other cores are available."""
 
 
 class AsyncEngine:
@@ -77,9 +77,9 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connect to the engine cores. `addresses` are those of the cores by rank, which expect the `token`;
-        with a `fleet`, its replicas are used instead. `prefixes` may be shared with other processes; `first`
-        is the router's. With `resumes`, requests outlive their core."""
+        """Set up the connections, which `start` opens. `addresses` are those of the cores by rank, which
+        expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are for the
+        router. With `resumes`, requests with output continue after the death of their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -155,8 +155,8 @@ class AsyncEngine:
             self._tracer.close()
 
     def check(self) -> None:
-        """Raise EngineDead unless some core is available and none has been unavailable for longer than the
-        health timeout: because it starts, died, or hangs in a step."""
+        """Raise EngineDead if no core is available, or if a core has not started yet, hangs in a step, or
+        died longer ago than the health timeout."""
         self._check_any()
         now = self._clock()
         for link in self._links:
@@ -187,8 +187,8 @@ class AsyncEngine:
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> OutputStream[RequestOutput]:
-        """Stream the outputs of a request; an invalid one raises at once. With a `rank` it goes only to that
-        core; with `timed` its share of the step times is measured."""
+        """Stream the outputs of a request; an invalid request raises at once. With a `rank` the request is
+        sent only to that core; with `timed` its share of the step times is measured."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         requests = self.inputs.requests(
@@ -208,7 +208,7 @@ class AsyncEngine:
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> OutputStream[PoolingRequestOutput[PoolingOutput]]:
-        """Stream the single output of a pooling request; an invalid one raises at once."""
+        """Stream the single output of a pooling request; an invalid request raises at once."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority, lora=lora)
@@ -239,7 +239,7 @@ class AsyncEngine:
         return OutputStream(id, begin, self._abandon, is_delta=is_delta)
 
     def _send_request(self, id: str, flight: RequestInFlight) -> None:
-        """Send a request to the best core; if none is available, it waits."""
+        """Send a request to the best core; the request waits if no core is available."""
         among = self._available(flight.rank)
         first, processor_cache = flight.requests[0], self.inputs.media.processor_cache
         lacks_media = first.media is not None and processor_cache.lacks(first.media)
@@ -270,7 +270,7 @@ class AsyncEngine:
         return flight.state
 
     async def _restore_media(self, id: str, flight: RequestInFlight) -> None:
-        """Process media again that no core has, then send the request."""
+        """Process media again whose arrays are no longer cached anywhere, then send the request."""
         media = flight.requests[0].media
         assert media is not None
         try:
@@ -288,7 +288,7 @@ class AsyncEngine:
             self._send_request(id, flight)
 
     def _available(self, rank: int | None) -> list[int]:
-        """Return the cores for a request: those with recent messages, else all that are ready."""
+        """Return the indices of the cores for a request: cores with recent messages, else all ready cores."""
         up = [
             (place, link.silent_s)
             for place, link in enumerate(self._links)
@@ -297,7 +297,8 @@ class AsyncEngine:
         return [place for place, silent_s in up if silent_s < SILENT_S] or [place for place, _ in up]
 
     def _abandon(self, request_id: str) -> None:
-        """End a request without a reader. A call may have a thousand of them, which end in pieces."""
+        """End a request whose stream was closed. A call may have a thousand such requests: they are ended in
+        batches."""
         if (flight := self._pop(request_id)) is not None:
             self._abandoned.add((request_id, flight))
 
@@ -313,8 +314,8 @@ class AsyncEngine:
         return self._flights.pop(request_id, None)
 
     def _close(self, ended: Sequence[tuple[str, RequestInFlight]], reason: str) -> None:
-        """End the sequences of requests without readers; those without a core count for the first core. The
-        outputs of other requests are kept."""
+        """Record the end of requests without readers; requests without a core count for the first core.
+        Outputs of other requests are still delivered."""
         by_link: dict[EngineLink, list[str]] = {}
         for request_id, flight in ended:
             link = flight.link or self._links[0]
@@ -356,7 +357,7 @@ class AsyncEngine:
         self.inputs.media.processor_cache.clear()
 
     def on_missing(self, request_id: str) -> None:
-        """Send a request again with all of its arrays."""
+        """Send a request again with the arrays of all of its media items."""
         self.inputs.media.processor_cache.clear_core_keys()
         for id, flight in list(self._flights.items()):
             if flight.link is not None and any(request.id == request_id for request in flight.requests):
@@ -389,8 +390,8 @@ class AsyncEngine:
             stream.put(output)
 
     def on_death(self, link: EngineLink) -> None:
-        """Send the requests of a dead core to another one, or let them wait for the restart. Those that must
-        not be sent again fail."""
+        """Send the requests of a dead core to another core, or let them wait for the restart. Requests that
+        must not be sent again fail."""
         self.on_outputs(link)
         flights = running_requests(link, self._flights)
         self._router.lose(link.place)
@@ -398,7 +399,7 @@ class AsyncEngine:
         self._send_again(link, flights, str(link.problem(0.0)))
 
     def on_lost(self, link: EngineLink, sequence_ids: Collection[str], reason: str) -> None:
-        """Send the requests of a dead replica of a fleet to another one, by the same rules."""
+        """Send the requests of a dead fleet replica to another replica, by the rules of `on_death`."""
         self.on_outputs(link)
         flights = running_requests(link, self._flights, sequence_ids)
         for id in flights:
@@ -427,7 +428,7 @@ class AsyncEngine:
 
     @property
     def _patience_s(self) -> float:
-        """Return how long requests wait for a core: a restart takes about as long as the last start."""
+        """Return the seconds that requests wait for a core: a restart takes about as long as a start."""
         if not self._cores_return:
             return 0.0
         return self._health_timeout_s + STARTS * max(link.start_s for link in self._links)

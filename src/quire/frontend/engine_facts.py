@@ -16,7 +16,7 @@ class EngineFacts:
     vocab: int
     max_logprobs: int
     max_num_seqs: int
-    """Sum of all cores."""
+    """Maximum number of running sequences of all engine cores together."""
     block_size: int
     default_sampling: dict[str, Any]
     chat_template: str | None

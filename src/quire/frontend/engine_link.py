@@ -15,13 +15,13 @@ class Owner(Protocol):
 
     def on_ready(self, link: "EngineLink") -> None: ...
     def on_stats(self, link: "EngineLink", page: bytes) -> None:
-        """Handle a report of the core's load; `page` is its metrics page, if it is on another machine."""
+        """Handle a report of the core's load; `page` is the metrics page of a core on another machine."""
 
     def on_reset(self) -> None:
         """Clear the cache of processed media."""
 
     def on_missing(self, request_id: str) -> None:
-        """Handle that a core lacks the arrays of a request; `request_id` is that of its first sequence."""
+        """Handle that a core lacks media arrays of a request; `request_id` is that of its first sequence."""
 
     def on_outputs(self, link: "EngineLink") -> None:
         """Deliver the outputs that were added to `link.outputs`."""
@@ -42,7 +42,7 @@ class EngineLink(ABC):
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it. `place` is its index among the links of its owner, `rank` the data-parallel rank."""
+        """`place` is the index of this link among its owner's links, `rank` the data-parallel rank."""
         self.place = place
         self.rank = rank
         self.name = name
@@ -61,7 +61,7 @@ class EngineLink(ABC):
 
     @property
     def silent_s(self) -> float:
-        """Return the time since the last message of the core."""
+        """Return the seconds since the last message of the core."""
         return self._clock() - self._heard_at
 
     @abstractmethod

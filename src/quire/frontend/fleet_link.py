@@ -28,7 +28,7 @@ class ReplicaLost(EngineDead):
 
 
 class Fleet(Protocol):
-    """The replicas of an engine behind a load balancer, which chooses one for each call."""
+    """The replicas of an engine behind a load balancer, which chooses a replica for each call."""
 
     async def ready(self) -> Ready:
         """Wait for a replica, and return the first message of its core."""
@@ -38,8 +38,8 @@ class Fleet(Protocol):
 
     def stream(self, route: Route, data: bytes) -> AsyncGenerator[str | Sequence[bytes]]:
         """Run an encoded Add. The first item is the name of the replica, the others are messages of its core.
-        After an exception the replica does not run the request any more; raise ReplicaLost if it runs none.
-        Closing this aborts the request."""
+        After an exception the replica does not run the request any more; ReplicaLost means that all requests
+        of the replica are lost. Closing the generator aborts the request."""
 
     async def abort(self, route: Route, sequence_ids: list[str]) -> None:
         """End some of the sequences of a request at its replica."""
@@ -52,7 +52,7 @@ class FleetOwner(Owner, Protocol):
     """Owner of a connection to a fleet."""
 
     def on_lost(self, link: EngineLink, sequence_ids: Collection[str], reason: str) -> None:
-        """Handle that some requests lost their core, while others of the connection go on."""
+        """Handle that some requests lost their core, while other requests of the connection go on."""
 
 
 class _Run:
@@ -64,13 +64,13 @@ class _Run:
         self.open = set(sequence_ids)
         """Sequences that have neither ended nor been aborted."""
         self.replica = ""
-        """Name of the replica, once it is known."""
+        """Name of the replica; empty until it is known."""
         self.task: asyncio.Task[None] | None = None
 
 
 class FleetLink(EngineLink):
-    """Sends each request to the replica that the fleet's load balancer chooses by its route. If the replica
-    is lost, the owner gets all requests back that it ran."""
+    """Sends each request to the replica that the fleet's load balancer chooses by its route. If a replica is
+    lost, all of its requests are given back to the owner."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class FleetLink(EngineLink):
         return f"no replica has answered for {self.silent_s:.1f} s; the limit is {health_timeout_s:g} s"
 
     async def _watch(self) -> None:
-        """Wait for the first replica, then check that one answers."""
+        """Wait for the first replica, then check regularly that some replica answers."""
         while True:
             try:
                 if self.core is None:
@@ -117,7 +117,7 @@ class FleetLink(EngineLink):
                 await asyncio.wait_for(self._fleet.ping(), PING_TIMEOUT_S)
                 self._heard_at = self._clock()
             except Exception as error:
-                log.warning("No replica answers: %s", _reason(error))
+                log.warning("No replica of the fleet answers: %s; retrying", _reason(error))
             await asyncio.sleep(PING_INTERVAL_S)
 
     async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
@@ -158,7 +158,7 @@ class FleetLink(EngineLink):
         return task
 
     async def _follow(self, run: _Run, data: bytes) -> None:
-        """Pass the messages of a replica on until its sequences have ended."""
+        """Handle the messages of a replica until all sequences of the request have ended."""
         stream = self._fleet.stream(run.route, data)
         try:
             async for item in stream:
@@ -203,7 +203,7 @@ class FleetLink(EngineLink):
             self._schedule_delivery()
 
     def _shift_times(self, output: StepOutput) -> None:
-        """Convert the times of another machine's clock: the step has ended just now."""
+        """Convert times of another machine's clock to this clock, as if the step had ended just now."""
         now = self._clock()
         for run in output.admitted.values():
             run.queued_at += now - output.at
@@ -211,7 +211,7 @@ class FleetLink(EngineLink):
         output.at = now
 
     def _schedule_delivery(self) -> None:
-        """Deliver the outputs of all streams that have arrived, together."""
+        """Schedule one delivery for all outputs that have arrived, of all streams."""
         if not self._is_delivery_due:
             self._is_delivery_due = True
             asyncio.get_running_loop().call_soon(self._deliver)
@@ -221,7 +221,7 @@ class FleetLink(EngineLink):
         self._owner.on_outputs(self)
 
     def _abort(self, sequence_ids: list[str]) -> None:
-        """End requests, or some of the sequences of one."""
+        """End requests, or some of the sequences of a request."""
         for run in {self._runs[id] for id in sequence_ids if id in self._runs}:
             aborted = [id for id in sequence_ids if id in run.open]
             run.open.difference_update(aborted)
@@ -239,7 +239,7 @@ class FleetLink(EngineLink):
             log.debug("Aborting %s failed: %s", sequence_ids, _reason(error))
 
     def _end(self, run: _Run) -> bool:
-        """Remove a request; return whether it was still there."""
+        """Remove a request; return whether it was still registered."""
         if not any(self._runs.get(id) is run for id in run.sequence_ids):
             return False
         self.routes.end(run.route.request_id)

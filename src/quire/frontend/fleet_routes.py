@@ -10,16 +10,16 @@ from quire.frontend.router import NO_PREFIX, Prefix, Router
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """A request as the choice of its replica sees it. Only the adapter is sent to the replica."""
+    """What the choice of a replica depends on for one request. Only the adapter is pickled."""
 
     request_id: str = ""
     prefix: Prefix = NO_PREFIX
     session: str | None = None
     num_sequences: int = 1
     adapter: str = ""
-    """Name of its LoRA adapter; empty: none."""
+    """Name of the request's LoRA adapter; empty: none."""
     replica: str = ""
-    """The only replica that can handle it; empty: any."""
+    """The only replica that can handle the request; empty: any."""
     routes: "FleetRoutes | None" = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -27,11 +27,11 @@ class Route:
 
 
 class FleetRoutes:
-    """Ranks the replicas for a request: first the one of its session, then the one with the longest known
-    prefix of its prompt, then by load. Methods may be called from several threads."""
+    """Ranks the replicas for a request: first the replica of its session, then the replica with the longest
+    known prefix of its prompt, then by load. Methods may be called from several threads."""
 
     def __init__(self, *, block_size: int, max_num_seqs: int, policy: str = "affinity") -> None:
-        """Build it. `max_num_seqs` is that of one replica; `policy` is one of the router's."""
+        """`max_num_seqs` is that of one replica; `policy` is a routing policy of `Router`."""
         self._router = Router(0, block_size=block_size, max_num_seqs=max_num_seqs, policy=policy)
         self._places: dict[str, int] = {}
         """Core of the router by name of the replica."""
@@ -52,7 +52,7 @@ class FleetRoutes:
         num_sequences: int = 1,
         adapter: str = "",
     ) -> Route:
-        """Return the route of a request. `extra` is what its prefix depends on beside the tokens."""
+        """Return the route of a request. `extra` is what the prefix depends on beside the tokens."""
         with self._lock:
             prefix = self._router.prefix_of(token_ids, extra)
         return Route(request_id, prefix, session, num_sequences, adapter, routes=self)

@@ -1,4 +1,4 @@
-"""Requests that were sent to an engine core."""
+"""Requests in flight: those that were sent to an engine core, or wait for one."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -20,10 +20,10 @@ from quire.metrics.api_keys import KeyAccount
 from quire.multimodal.processor_cache import ProcessorCache
 
 MAX_SENT = 32
-"""Largest number of times that a request is sent: it must end even if every core dies."""
+"""Largest number of times that a request is sent: the request must end even if every core dies."""
 MAX_DEATHS = 3
-"""Deaths of cores without progress of a request in between, after which it counts as their cause. Two are
-enough if it was the only request each time."""
+"""Core deaths without progress of a request in between, after which the request counts as their cause. Two
+deaths are enough if the core ran no other request at its death."""
 PROGRESS = 16
 """New tokens after which a request is no longer suspected to crash its cores."""
 
@@ -40,20 +40,20 @@ class RequestInFlight:
     """Account of the API key."""
     stream: OutputStream[Any] | None = None
     link: EngineLink | None = None
-    """Connection to its core; None while it waits for one."""
+    """Connection to the request's core; None while the request waits for one."""
     media_task: asyncio.Task[None] | None = None
-    """Task that processes media again which no core has."""
+    """Task that processes the media again, because the arrays of an item are no longer cached anywhere."""
     sends_all_arrays: bool = False
-    """Whether all arrays are sent, because the core lacked some."""
+    """Whether the arrays of all media items are sent, because the core lacked some of them."""
     state: RequestState | None = None
-    """Output so far; None before it is first sent."""
+    """Output so far; None before the request is first sent."""
     num_sent: int = 0
     num_before: int = 0
-    """Number of output tokens when it was last sent."""
+    """Number of output tokens when the request was last sent."""
     num_deaths: int = 0
-    """Deaths of its cores since it last made progress."""
+    """Core deaths since the request last made progress."""
     lost_at: float = 0.0
-    """Time at which it lost its core or found none; 0 while it has one."""
+    """Time at which the request lost its core or found none; 0 while it has a core."""
     parent: str = field(default_factory=PARENT.get)
     """traceparent of the client."""
 
@@ -82,17 +82,17 @@ class RequestInFlight:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it has enough new tokens since it was last sent."""
+        """Whether the request has at least PROGRESS new tokens since it was last sent."""
         return self.num_tokens - self.num_before >= PROGRESS
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may have crashed its cores: two died without progress in between."""
+        """Whether the request may have crashed its cores: at least two died without progress in between."""
         return self.num_deaths >= 2 and not self.has_progressed
 
     def may_resend(self, *, is_alone: bool, resumes: bool) -> bool:
-        """Count the death of its core, and return whether it is sent to another one: not if it is likely the
-        cause, or if output was streamed and requests do not resume."""
+        """Count the death of the request's core, and return whether the request may be sent again: not if it
+        likely caused the deaths, or if output was streamed and requests do not resume."""
         self.num_deaths = 1 if self.has_progressed else self.num_deaths + 1
         is_cause = self.num_deaths >= (2 if is_alone else MAX_DEATHS) or self.num_sent >= MAX_SENT
         if self.stream is None or is_cause:
@@ -103,7 +103,7 @@ class RequestInFlight:
 def running_requests(
     link: EngineLink, flights: Mapping[str, RequestInFlight], sequence_ids: Collection[str] | None = None
 ) -> dict[str, RequestInFlight]:
-    """Return the requests that a connection runs: all of them, or those with one of these sequences."""
+    """Return the requests that run on a connection: all of them, or those with one of `sequence_ids`."""
     return {
         id: flight
         for id, flight in flights.items()
@@ -115,9 +115,9 @@ def running_requests(
 def next_to_send(flights: Mapping[str, RequestInFlight]) -> list[tuple[str, RequestInFlight]]:
     """Return the requests without a core in the order in which to send them.
 
-    A core queues a resumed request before all others, so the oldest of these is sent last. Suspects are sent
-    one at a time: each must make progress before the next one. So a request that crashes cores is the only
-    suspect when it does so again, and the others continue.
+    A core queues a resumed request before all others, so the oldest resumed request is sent last. Suspects
+    are sent one at a time: each suspect must make progress before the next one is sent. So a request that
+    crashes cores is the only running suspect when it does so again, and other requests continue.
     """
     lost = [(id, flight) for id, flight in flights.items() if flight.link is None]
     waiting = [(id, flight) for id, flight in lost if not flight.has_run]
@@ -157,7 +157,7 @@ def prefix_tokens(request: Request) -> list[int]:
 
 
 def affinity(request: Request) -> dict[str, str | None]:
-    """Return the arguments of the router that choose a core: what the prefix depends on, and the session."""
+    """Return arguments for the router's choice of a core: the `extra` of the prefix, and the session."""
     session = None if request.hints is None else request.hints.session
     return {"extra": prefix_extra(request), "session": session}
 

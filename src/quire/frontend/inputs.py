@@ -134,7 +134,7 @@ class InputProcessor:
         self.num_extra_vocab = num_extra_vocab
         """Tokens that a LoRA adapter may add to the vocabulary."""
         self.validators = validators
-        """Checks of logits processors."""
+        """Further checks of sampling parameters: by custom logits processors, and for engine options."""
         self._lora_tokenizers = None if tokenizer is None else LoRATokenizers(tokenizer)
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
@@ -146,7 +146,7 @@ class InputProcessor:
         if not isinstance(lora, LoRARequest) or not self.enable_lora or self.pooling is not None:
             return self
         inputs = copy.copy(self)
-        inputs.vocab = self.vocab + self.num_extra_vocab  # the engine core checks the number
+        inputs.vocab = self.vocab + self.num_extra_vocab  # the engine core checks the adapter's own number
         inputs.tokenizer = self.tokenizer_of(lora)
         if inputs.tokenizer is not None and inputs.tokenizer is not self.tokenizer:
             ends = (inputs.tokenizer.eos_token_id, *self.eos_ids)
@@ -282,7 +282,7 @@ class InputProcessor:
         return self._checked(Prompt(ids, first + second, second_start=second_start(types, len(ids))))
 
     def parse_truncated(self, *texts: str, max_len: int, side: str) -> Prompt:
-        """Tokenize one or two texts, truncated on a side to `max_len` with special tokens."""
+        """Tokenize one or two texts, truncated on `side` to `max_len` tokens including special tokens."""
         ids, types = self.need_tokenizer("a text").encode_cut(*texts, max_len=max_len, side=side)
         second = second_start(types, len(ids)) if len(texts) > 1 else None
         return self._checked(Prompt(ids, second_start=second))
@@ -433,8 +433,8 @@ class InputProcessor:
         max_logprobs: int | None = None,
         grammar: StructuredOutputsParams | None = None,
     ) -> CheckedParams:
-        """Check and complete params for the model or a LoRA adapter. `grammar` was checked before. Another
-        grammar is compiled here if it is new, which may take seconds."""
+        """Check and complete params for the model or a LoRA adapter. A grammar equal to `grammar` was checked
+        before; any other grammar is compiled here if it is new, which may take seconds."""
         self._check_lora(lora)
         if self.pooling is not None:
             raise RequestError(NOT_GENERATIVE)

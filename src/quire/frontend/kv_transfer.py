@@ -25,15 +25,15 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TransferCheck:
-    """The check of a server that exchanges prefixes with others."""
+    """Check of `kv_transfer_params` on a server that exchanges cached prefixes with other engines."""
 
     settings: TransferSettings
     root: Path
     """Folder in which the engines of this user on this machine are found."""
 
     def __call__(self, params: SamplingParams) -> None:
-        """Raise if this server has another role, or if a prefix is at an address that is no peer: clients
-        must not choose what it connects to."""
+        """Raise a RequestError if this server lacks the requested role, or if the prefix is at an address
+        that is not a peer: clients must not choose the addresses that this server connects to."""
         transfer = transfer_params(params.extra_args)
         if transfer is None:
             return
@@ -62,7 +62,7 @@ class TransferCheck:
 
 
 def validators_of(config: EngineConfig) -> Sequence[Validator]:
-    """Return the checks of sampling parameters: those of logits processors, and those of features."""
+    """Return the checks of sampling parameters: by custom logits processors, and for engine options."""
     validators = processor_validators(config.extensions.logits_processors)
     if not config.extensions.enable_return_routed_experts:
         validators.append(check_no_routed_experts)

@@ -18,11 +18,11 @@ from quire.metrics.engine import MetricsPages
 from quire.metrics.tables import FINISH_REASONS
 
 WINDOW = 1000
-"""Observations of which percentiles are computed."""
+"""Number of recent observations from which percentiles are computed."""
 
 
 RECENT, SLOWEST = 500, 6
-"""Requests that are remembered, and the slowest of them that are shown."""
+"""Number of recent finished requests that are kept, and number of the slowest of them that are shown."""
 
 
 class _Ended(NamedTuple):
@@ -71,7 +71,7 @@ class LiveView:
         return [_describe(ended) for ended in slowest]
 
     def view(self, facts: EngineFacts, pages: MetricsPages) -> dict[str, Any]:
-        """Return the statistics of all cores together, from their pages."""
+        """Return the statistics of all cores together, from their metrics pages."""
         queries = pages.value("prefix_cache_queries")
         ended = sum(pages.value(f"request_success:{reason}") for reason in FINISH_REASONS)
         return {

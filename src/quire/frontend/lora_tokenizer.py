@@ -22,7 +22,7 @@ log = get_logger(__name__)
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _MAX_BYTES = 64 << 20
 _MAX_KEPT = 1024
-"""Adapters with a cached tokenizer."""
+"""Maximum number of adapters with a cached tokenizer."""
 
 
 class _Added(msgspec.Struct, frozen=True, order=True):
@@ -46,13 +46,13 @@ class _Vocabulary(msgspec.Struct):
 
 
 class LoRATokenizers:
-    """Tokenizers of LoRA adapters. An adapter without added tokens uses the model's; adapters with the same
-    tokens share one. Thread-safe."""
+    """Tokenizers of LoRA adapters. An adapter without added tokens uses the model's tokenizer; adapters with
+    the same added tokens share a tokenizer. Thread-safe."""
 
     def __init__(self, base: Tokenizer) -> None:
         self._base = base
         self._known: Lru[Tokenizer] = Lru(_MAX_KEPT)
-        """Tokenizers by path and state of its files."""
+        """Tokenizers by adapter path and state of the adapter's tokenizer files."""
         self._extended: WeakValueDictionary[tuple[Any, ...], Tokenizer] = WeakValueDictionary()
 
     def of(self, lora: LoRARequest) -> Tokenizer:
@@ -118,7 +118,8 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _contents(path: Path, within: Sequence[str]) -> bytes:
-    """Read a file; empty if it does not exist or is not a regular file. The opened file is checked."""
+    """Return the bytes of a file; empty if it does not exist or is not a regular file. Raise a RequestError
+    if the opened file is outside of the folders `within`; without any, all folders are allowed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):

@@ -50,7 +50,7 @@ class PoolModel:
         can_sleep: bool = True,
         keeps_weights: bool = False,
     ) -> None:
-        """A `pinned` model never makes way for another one. With `keeps_weights`, level 1 leaves
+        """A `pinned` model never makes way for another model. With `keeps_weights`, level 1 leaves
         the weights in the memory of the budget, as on a CPU."""
         self.name = name
         self.backend = backend
@@ -59,23 +59,23 @@ class PoolModel:
         self.can_sleep = can_sleep
         self.is_awake = False
         self.level = 0
-        """Sleep level, if it is loaded and not awake."""
+        """Sleep level of a model that is loaded and not awake."""
         self.error = ""
-        """Why loading failed."""
+        """Why loading failed; empty if it did not fail."""
         self.failed_at = 0.0
         self.changing = ""
-        """State on the way: `loading`, `waking` or `leaving`."""
+        """Current change of state: `loading`, `waking` or `leaving`; empty if there is none."""
         self.num_users = 0
         self.used_at = 0.0
         self.waiting: list[asyncio.Future[None]] = []
         self.left = asyncio.Event()
-        """Set when the last user has left."""
+        """Set when the last running request has ended."""
         self._asleep_bytes = memory.weights if keeps_weights else 0
         self.keeps_weights = keeps_weights
 
     @property
     def state(self) -> str:
-        """Return `awake`, `asleep`, `unloaded`, `failed`, or what happens to it now."""
+        """Return `awake`, `asleep`, `unloaded`, `failed`, or the current change of state."""
         if self.changing:
             return self.changing
         if self.error:
@@ -90,7 +90,7 @@ class PoolModel:
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory that it takes of the budget now."""
+        """Return the bytes of the budget that the model uses now."""
         if self.is_awake or self.changing in ("loading", "waking"):
             return self.memory.awake
         return self._asleep_bytes if self.backend.is_loaded and self.level == 1 else 0
@@ -101,8 +101,8 @@ class ModelPool:
 
     A request for a model that is not awake waits, and its model waits in line for memory. Models are brought
     up one at a time, in the order of their first waiting request. The least recently used models make way:
-    they get no further requests, finish their running ones, and sleep. So every waiting model has its turn
-    after a finite number of others.
+    they get no further requests, finish their running requests, and sleep or are unloaded. So every waiting
+    model has its turn after a finite number of other models.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class ModelPool:
         host_free_bytes: Callable[[], int] = lambda: 1 << 62,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Models that were idle for `sleep_after_s` sleep at level 1, and after `discard_after_s`
-        at level 2. `host_free_bytes` returns the free memory for weights of level 1."""
+        """Models that were idle for `sleep_after_s` seconds sleep at level 1, and after `discard_after_s`
+        at level 2; None: never. `host_free_bytes` returns the free host memory, for weights at level 1."""
         self.models = {model.name: model for model in models}
         self.budget_bytes = budget_bytes
         self._sleep_after_s = sleep_after_s
@@ -135,7 +135,7 @@ class ModelPool:
     # ---- life
 
     def start(self) -> None:
-        """Start loading the first models, in the running loop: pinned ones, then others while they fit."""
+        """Start loading the first models in the running loop: pinned models, then others while they fit."""
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._load_first())]
 
     async def _load_first(self) -> None:
@@ -160,7 +160,7 @@ class ModelPool:
 
     @asynccontextmanager
     async def using(self, model: PoolModel) -> AsyncIterator[None]:
-        """Keep the model awake; wait in line until it is."""
+        """Wait in line until the model is awake, and keep it awake inside of the context."""
         await self.acquire(model)
         try:
             yield
@@ -168,7 +168,7 @@ class ModelPool:
             self.release(model)
 
     async def acquire(self, model: PoolModel) -> None:
-        """Wait until the model is awake; it stays so until `release`. Raise EngineDead if it cannot load."""
+        """Wait until a model is awake; it stays awake until `release`. Raise EngineDead if loading fails."""
         if model.is_awake and not model.changing:
             model.num_users += 1
             return
@@ -215,7 +215,7 @@ class ModelPool:
             model.error = ""
 
     def check(self) -> None:
-        """Raise EngineDead while the first models load, if one makes no progress, or if none could load."""
+        """Raise EngineDead while the first models load, if a model makes no progress, or if all failed."""
         models = self.models.values()
         if not self.started.is_set():
             loading = [model.name for model in models if model.state == "loading"]
@@ -300,7 +300,7 @@ class ModelPool:
         log.info("Model %s was %s in %.2f s", model.name, action, self._clock() - began)
 
     async def _make_room(self, model: PoolModel) -> None:
-        """Put other models to sleep until the model fits into the budget."""
+        """Put other models to sleep, or unload them, until the model fits into the budget."""
         while self._used_bytes(model) + model.memory.awake > self.budget_bytes:
             others = [
                 other
@@ -319,15 +319,15 @@ class ModelPool:
         return sum(other.num_bytes for other in self.models.values() if other is not model)
 
     def _level_of(self, victim: PoolModel) -> int | None:
-        """Return the sleep level of a model that makes way, None to unload it: level 1 if it frees all memory
-        of the budget and the host has room for the weights."""
+        """Return the sleep level of a model that makes way, or None to unload it. Level 1 is for awake
+        models, if this level frees all of their budget memory and the host has room for the weights."""
         if not victim.can_sleep:
             return None
         fits = victim.memory.weights < self._host_free_bytes()
         return 1 if fits and not victim.keeps_weights and victim.is_awake else 2
 
     async def _leave(self, model: PoolModel, *, level: int | None) -> None:
-        """Put a model to sleep, or unload it, once its requests have finished. Further ones wait."""
+        """Put a model to sleep, or unload it (level None), once its requests have finished. New ones wait."""
         if not model.backend.is_loaded:
             model.is_awake = False
             return
@@ -345,7 +345,7 @@ class ModelPool:
             log.info("Model %s %s", model.name, change)
         finally:
             model.changing = ""
-            self._admit_waiting(model)  # if it stayed awake
+            self._admit_waiting(model)  # if the model stayed awake
 
     async def _sleep(self, model: PoolModel, level: int) -> None:
         try:

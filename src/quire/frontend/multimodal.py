@@ -68,7 +68,7 @@ class MediaInputReader:
         )
         """Cache of processed items."""
         self.interleaves = interleaves
-        """Whether items keep their places between texts where a template has only text."""
+        """Whether items keep their places among the texts of a message if templates support only text."""
         self.uses_cross_attention = uses_cross_attention
         """Whether all tokens cross-attend to the prompt's one item; then its text gets no special tokens."""
         self.prefix = prefix
@@ -152,7 +152,7 @@ class MediaInputReader:
         return placed, self.joined(placed, media) if self.prefix else media
 
     def joined(self, token_ids: Sequence[int], media: Media) -> Media:
-        """Return the media of a prompt with bidirectional attention."""
+        """Return the media of a prompt with bidirectional attention among all of its tokens."""
         if self._max_span is not None and len(token_ids) > self._max_span:
             raise RequestError(
                 f"The prompt has {len(token_ids)} tokens with bidirectional attention, which are computed in "
@@ -168,7 +168,7 @@ class MediaInputReader:
             item.arrays = item.arrays or arrays.get(item.key)
 
     def rewrite_text(self, text: str) -> str:
-        """Return the text of a prompt with media as it is tokenized."""
+        """Return the text to tokenize for a prompt with media: some processors rewrite it."""
         assert self._media_processor is not None
         processor = self._media_processor.processor
         return processor.rewrite_text(text) if rewrites_text(processor) else text
@@ -193,7 +193,7 @@ def _open_cache(section: MultimodalSection, cache: CacheKind, shared_memory: str
         try:
             return SharedProcessorCache(SharedCache(shared_memory))
         except OSError as error:
-            log.warning("This API process caches media for itself: the shared memory is not open (%s)", error)
+            log.warning("This API process does not share its media cache: the memory is not open (%s)", error)
     arena = SharedArena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
     return ProcessorCache(max_bytes(section), replicated=cache == "replicated", arena=arena)
 
@@ -209,7 +209,7 @@ def media_reader(
     name = config.model.served_model_name[0]
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     uses_cross_attention = media is not None and media.num_cross_states > 0
-    if media is None or tokenizer is None:  # placeholders are found by it
+    if media is None or tokenizer is None:  # placeholders are found by the tokenizer
         return MediaInputReader(
             name, limits=limits, uses_cross_attention=uses_cross_attention, lacks_tokenizer=media is not None
         )
@@ -253,7 +253,7 @@ def _transcriber(config: EngineConfig, processor: Processor, tokenizer: Tokenize
 
 
 def merge_encoder_decoder(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Merge encoder_prompt and decoder_prompt, if the prompt has them: the encoder's has only media."""
+    """Merge encoder_prompt, which has only media, and decoder_prompt, if the prompt has them."""
     if "encoder_prompt" not in prompt and "decoder_prompt" not in prompt:
         return prompt
     encoder, decoder = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
@@ -384,7 +384,8 @@ _READERS: dict[str, Callable[[Any], Source]] = {
 
 
 def read_embeds(modality: str, value: Any) -> dict[str, NDArray[Any]]:
-    """Read embeddings in place of an item, with values such as its grid: tensors, or base64 of saved ones."""
+    """Read the embeddings that replace an item, with values such as its grid: tensors, or base64 of saved
+    tensors."""
     named = value if isinstance(value, Mapping) else {f"{modality}_embeds": value}
     tensors = {
         "embeds" if name in (f"{modality}_embeds", "embeds") else str(name): tensor_of(tensor, str(name))

@@ -1,4 +1,4 @@
-"""Stream of the outputs of one request from the engine to its reader, and their buffer if it is slow."""
+"""Stream of one request's outputs from the engine to its reader, and the output buffer for a slow reader."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -60,15 +60,15 @@ class OutputStream(Generic[Out]):
         *,
         is_delta: bool = True,
     ):
-        """Set whether each output has only what is new since the one before (`is_delta`)."""
+        """With `is_delta` each output contains only what is new since the previous output."""
         self.request_id = request_id
         self._is_delta = is_delta
         self._begin: Callable[[OutputStream[Out]], None] | None = begin
-        """Callback that starts the request; None afterwards, which breaks the reference cycle."""
+        """Callback that starts the request; None once it was called, which breaks the reference cycle."""
         self._abandon = abandon
         self._over = False
         self.has_output = False
-        """Whether there has been an output."""
+        """Whether the engine has put an output object into the stream."""
         self._output: Out | None = None
         """The unread output, if there is one."""
         self._gathered: OutputBuffer | None = None
@@ -175,12 +175,12 @@ class OutputStream(Generic[Out]):
 
 
 class OutputBuffer:
-    """Outputs of one request, merged into one for a slow reader: deltas are kept in lists and joined once."""
+    """Merges outputs of one request into one output for a slow reader: deltas are joined only once."""
 
     __slots__ = ("_is_delta", "_last", "_prompt_logprobs", "_choices")
 
     def __init__(self, first: RequestOutput, *, is_delta: bool = True) -> None:
-        """Without `is_delta` each output contains the earlier ones: only the newest is kept."""
+        """Without `is_delta` each output contains the earlier outputs: only the newest output is kept."""
         self._is_delta = is_delta
         self._last = first
         self._prompt_logprobs: PromptLogprobs | None = None

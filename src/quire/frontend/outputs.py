@@ -39,8 +39,8 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """The open requests of one API process and their outputs. `add_step` adds the output of a step, at little
-    cost; `flush` builds outputs of everything added, so that quick steps share one."""
+    """The open requests of one engine link and their outputs. `add_step` adds the output of one step, at
+    little cost; `flush` builds the outputs of all added steps, so that quick steps share one output."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class OutputProcessor:
         put_text: Callable[[str, int], None] | None = None,
         account: KeyAccount | None = None,
     ) -> RequestState:
-        """Register the sequences of one prompt and return their state. A single sequence that streams only
-        text calls `put_text` with the text and its number of tokens, except for the first and last delta. All
-        tokens are counted in the `account`."""
+        """Register the sequences of one prompt and return their state. If there is a single sequence that
+        streams only text, its deltas, except the first and the last, go to `put_text` as the text and its
+        number of tokens. All output tokens are counted in the `account`."""
         first = requests[0]
         if prompt.media is not None:  # media must not be kept alive by the cycle of states
             prompt = replace(prompt, media=None, prepared=())
@@ -95,7 +95,7 @@ class OutputProcessor:
         return parent
 
     def attach(self, state: RequestState) -> None:
-        """Register a request again that was detached from this processor or another one."""
+        """Register a request that is new, or was detached from this processor or another processor."""
         self._parents[state.request_id] = state
         self._sequences |= {sequence.id: sequence for sequence in state.sequences if sequence.finish is None}
         self._updated += [sequence for sequence in state.sequences if sequence.updated]
@@ -317,12 +317,12 @@ class OutputProcessor:
 def _known(
     sequences: Mapping[str, SequenceState], values: Mapping[str, T]
 ) -> Iterator[tuple[SequenceState, T]]:
-    """Yield the values of known sequences."""
+    """Yield each known sequence with its value; unknown sequence ids are skipped."""
     return ((sequences[id], value) for id, value in values.items() if id in sequences)
 
 
 def _position_of(row: RowLogprobs, tokenizer: Tokenizer | None, *, ranked: bool) -> dict[int, Logprob]:
-    """Return the logprobs by token: the sampled token first, then the best in order of rank."""
+    """Return the logprobs of one position by token: the sampled token first, then the best by rank."""
 
     def text(token_id: int) -> str | None:
         return None if tokenizer is None else token_text(tokenizer, token_id)

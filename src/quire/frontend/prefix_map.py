@@ -14,7 +14,7 @@ _EVEN = 32
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _CORE_BITS, _HOME = np.uint64(16), 1 << 15
 _CORE, _MARK = np.uint64(_HOME - 1), np.uint64(2 * _HOME - 1)
-"""Low bits of an entry: its core, and whether that is the home of the prefix. The rest is the key."""
+"""Low bits of an entry: the core, and whether this core is the home of the prefix. The rest is the key."""
 
 Keys = NDArray[np.uint64]
 
@@ -61,8 +61,9 @@ class PrefixKeys:
 class PrefixMap:
     """The cores that prefixes were sent to, by key: the home of each, and other cores.
 
-    A hash table with few entries per bucket, of which the oldest is replaced. Without a file it is private to
-    this process. Processes that share it write without locks: a race loses an entry, but no request.
+    A hash table with few entries per bucket, of which the oldest is replaced. Without a file the table is
+    private to this process. Processes that share the table write without locks: a race loses an entry, but
+    no request.
     """
 
     def __init__(self, file: Path | None = None, *, num_buckets: int = NUM_BUCKETS) -> None:

@@ -14,7 +14,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 Progress = bool | Callable[..., Any]
-"""Whether to show a bar, or its factory."""
+"""Whether to show a progress bar, or the factory of the bar (by default `tqdm`)."""
 
 
 def _bar_factory(use_tqdm: Progress) -> Callable[..., Any] | None:

@@ -17,7 +17,7 @@ from quire.errors import RequestError
 from quire.frontend.saved_tensor import open_saved
 
 _LARGEST = {"float16": 65504.0}
-"""Largest number of a dtype, where the input may have a wider one."""
+"""Largest finite number of a model dtype whose range is smaller than that of some input dtypes."""
 _NUMPY = b"\x93NUMPY"
 _TYPES = ("float32", "float16", "bfloat16")
 

@@ -40,7 +40,7 @@ class SequenceState:
     detokenizer: Detokenizer | None
     logprobs: SampleLogprobs | None
     has_stops: bool
-    """Whether its text is searched for stop strings token by token."""
+    """Whether the text is searched for stop strings token by token."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     times: SequenceTimes = field(default_factory=SequenceTimes)
@@ -55,19 +55,19 @@ class SequenceState:
     num_counted: int = 0
     """Tokens that were counted for the API key of the request."""
     updated: bool = False
-    """Whether it has new output since the last flush."""
+    """Whether the sequence has new output since the last flush."""
     pooled: Floats | None = None
     """Output of a pooling model."""
     sampling_masks: list[list[int]] = field(default_factory=list)
-    """Ids that each token could have been, if they are returned."""
+    """Token ids that could have been sampled, for each token; empty if the request does not return them."""
     routed: list[NDArray[Any]] = field(default_factory=list)
-    """Experts of consecutive tokens, [tokens, MoE layers, experts per token] each."""
+    """Routed experts of consecutive tokens: arrays of [tokens, MoE layers, experts per token]."""
     text: str = ""
     """Text of the outputs so far: text that may be the beginning of a stop string is held back."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether its deltas contain only text."""
+        """Whether the deltas of this sequence contain only text."""
         delta = self.parent.params.output_kind is RequestOutputKind.DELTA
         return delta and self.logprobs is None and not self.has_stops and self.detokenizer is not None
 
@@ -80,7 +80,7 @@ class SequenceState:
         )
 
     def find_stop(self) -> str | None:
-        """Return the stop string that the new tokens complete; tokens after it are dropped."""
+        """Return the stop string that the new tokens complete, or None; tokens after it are dropped."""
         assert self.detokenizer is not None
         stop = self.detokenizer.push(self._unread(), final=self.finish is not None)
         if stop is not None:
@@ -127,7 +127,7 @@ class SequenceState:
         )
 
     def routed_experts(self) -> NDArray[Any] | None:
-        """Return the experts of all computed tokens, after the end; None if they are not returned."""
+        """Return the routed experts of all computed tokens of an ended sequence; None if there are none."""
         if not self.routed:
             return None
         first = self.parent.params.routed_experts_prompt_start
@@ -140,7 +140,7 @@ class SequenceState:
         return self.times.scheduled_at > 0.0 or bool(self.token_ids)
 
     def cumulative_output(self) -> CompletionOutput:
-        """Return the output with everything so far."""
+        """Return an output with all text, tokens and logprobs so far."""
         final = not self.parent.num_open
         self.num_sent = len(self.token_ids)
         self.text += self.read_text()
@@ -149,7 +149,7 @@ class SequenceState:
         return self._completion(self.text, token_ids, logprobs)
 
     def delta_output(self) -> CompletionOutput:
-        """Return the output with what is new since the last one."""
+        """Return an output with only what is new since the last output."""
         start, self.num_sent = self.num_sent, len(self.token_ids)
         token_ids = self.token_ids[start:]
         logprobs = None if self.logprobs is None else self.logprobs[start:]
@@ -182,7 +182,7 @@ class SequenceState:
         return output
 
     def finished_facts(self, finish: FinishReason) -> FinishedSequence:
-        """Return the facts for the metrics, after the end."""
+        """Return the facts of the ended sequence for the metrics."""
         parent = self.parent
         return FinishedSequence(
             reason=finish.reason,
@@ -207,12 +207,12 @@ class RequestState:
     interval: int
     """Tokens per streamed output."""
     streams: bool
-    """Whether every token is streamed at once."""
+    """Whether each new token is streamed immediately."""
     sequences: list[SequenceState] = field(default_factory=list)
     num_open: int = 0
     """Sequences that have not ended."""
     failed: FinishReason | None = None
-    """End of a sequence that failed."""
+    """Finish reason of a sequence that failed; None if none has failed."""
     put_text: Callable[[str, int], None] | None = None
     """Callback for deltas that contain only text."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -245,8 +245,8 @@ class RequestState:
 
     @property
     def waits(self) -> bool:
-        """Whether the prompt logprobs are incomplete: they come with the first sequence, and the first output
-        of any sequence has them."""
+        """Whether outputs must wait for the prompt logprobs: the first sequence computes them, and the first
+        output of any sequence contains them."""
         first = self.sequences[0]
         return not first.token_ids and first.finish is None
 

@@ -9,15 +9,15 @@ import numpy as np
 from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap, key_of_session
 
 SLACK_ROWS = 1 / 16
-"""Fraction of max_num_seqs by which a core with the whole prompt cached may exceed the least busy one."""
+"""Fraction of max_num_seqs by which the load of a core with the whole prompt cached may exceed the least."""
 SESSION_SLACK_ROWS = 1 / 2
-"""Fraction of max_num_seqs by which the load of a session's core may exceed the least busy one."""
+"""Fraction of max_num_seqs by which the load of a session's core may exceed the least load."""
 SLACK_SHARE = 0.1
-"""Fraction of the load of the least busy core that is added to that."""
+"""Fraction of the least busy core's load that is added to the slack of SLACK_ROWS."""
 MIN_SHARE = 0.05
 """Smallest cached fraction of a prompt that affects routing."""
 PRESSURE = 6.0
-"""Weight of waiting requests by KV cache usage above one half."""
+"""Weight of a waiting request in the load, multiplied by the KV cache usage above one half."""
 
 
 class Prefix(NamedTuple):
@@ -36,9 +36,9 @@ class _Core:
     """Load of a core."""
 
     num_local: int = 0
-    """Sequences of this process, always exact."""
+    """Sequences that this process has sent to the core, always exact."""
     num_remote: float = 0
-    """Sequences of other processes, as last reported."""
+    """Sequences that other processes have sent to the core, as last reported."""
     num_waiting: float = 0
     kv_usage: float = 0.0
 
@@ -50,7 +50,7 @@ class _Core:
 
 
 class Router:
-    """Sends a request to the core that has its prefix cached, unless that one is much busier than the others.
+    """Chooses for a request the core that has its prefix cached, unless this core is much busier than others.
 
     Cores report their load, not their caches: the router remembers where prompts were sent. Requests are
     counted and removed by id, so that no count can drift.
@@ -166,7 +166,7 @@ class Router:
         return core
 
     def _home(self, session: str, among: Sequence[int]) -> int | None:
-        """Return the core of a session, unless it is not available or has many more requests than another."""
+        """Return the core of a session; None if it is unavailable or much busier than the least busy core."""
         eligible = self.not_much_busier(among)
         for _, cores in self._prefixes.find(key_of_session(session)):
             for core in cores:
@@ -175,12 +175,12 @@ class Router:
         return None
 
     def not_much_busier(self, among: Sequence[int]) -> list[int]:
-        """Return the cores that a session may use: their load is not far above that of the least busy one."""
+        """Return the cores that a session may use: their load is not far above the least load."""
         least = min(self.cores[core].load for core in among)
         return [core for core in among if self.cores[core].load <= least + self._session_slack]
 
     def _nearest(self, prefix: Prefix, among: Sequence[int]) -> int:
-        """Return the core with most of the prompt cached, if its load is near that of the least busy one."""
+        """Return the core with most of the prompt cached, if its load is near that of the least busy core."""
         loads = {core: self.cores[core].load for core in among}
         least = min(loads.values())
         slack = self._slack + SLACK_SHARE * least

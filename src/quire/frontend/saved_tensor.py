@@ -1,5 +1,7 @@
-"""Reader of tensors saved with `torch.save`, without torch. Nothing of the file is executed: the pickle is
-interpreted here, and may only describe a view of a storage."""
+"""Reader of tensors saved with `torch.save`, without torch.
+
+Nothing of the file is executed: the pickle is interpreted here, and may only describe a view of a storage.
+"""
 
 import io
 import pickletools

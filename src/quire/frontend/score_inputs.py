@@ -45,7 +45,7 @@ class ScoreInputs(NamedTuple):
 
     sides: tuple[ScoreInput, ...]
     is_chat: bool = False
-    """Whether it is a chat message, rendered with the model's chat template."""
+    """Whether the input is a chat message, rendered with the model's chat template."""
 
     @property
     def items(self) -> list[MediaInput]:
@@ -55,8 +55,8 @@ class ScoreInputs(NamedTuple):
 def sides_prompt(
     inputs: InputProcessor, sides: Sequence[ScoreInput], template: str | None, **options: Any
 ) -> Prompt:
-    """Build the prompt of one or two inputs with a chat template; without one their texts are concatenated,
-    with placeholders for media. `options` are those of `chat_prompt`."""
+    """Build the prompt of one or two inputs with a chat template; without a template the texts are
+    concatenated, with placeholders for media. `options` are those of `chat_prompt`."""
     messages = [side.message for side in sides]
     prepared = [item for side in sides for item in side.prepared]
     if template is not None:

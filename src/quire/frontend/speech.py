@@ -37,7 +37,8 @@ Samples = NDArray[np.float32]
 
 
 def split_audio(samples: Samples, max_samples: int) -> list[tuple[int, Samples]]:
-    """Split audio into pieces of at most `max_samples`, with starts, where their last second is quietest."""
+    """Split audio into pieces of at most `max_samples`, each cut where its last second is quietest. Return
+    the pieces with their starts in samples."""
     pieces, start = [], 0
     while len(samples) - start > max_samples:
         end = _quietest(samples, start + max_samples - _SEARCHED)
@@ -67,7 +68,7 @@ class Segment:
 
     @property
     def compression_ratio(self) -> float:
-        """Return the compression ratio of the text, which is high if it repeats itself."""
+        """Return the compression ratio of the text, which is high for repetitive text."""
         raw = self.text.encode()
         return len(raw) / len(zlib.compress(raw))
 
@@ -87,11 +88,11 @@ class Transcriber:
     max_samples: int
     """Samples of one input; longer audio is split."""
     languages: Mapping[str, int]
-    """Token of each language code, such as `en`; 0 if there is none."""
+    """Token id by language code, such as `en`; 0 if the language has no token."""
     tasks: tuple[str, ...]
     """Tasks (of TASKS) that the model supports."""
     detects_language_first: bool
-    """Whether the prompt needs the language, so that it is detected first."""
+    """Whether the prompt needs the language, so that a language that is not given is detected first."""
     separator: str
     """Separator of the texts of two pieces."""
     timestamp_tokens: TimestampTokens | None = None
@@ -115,13 +116,13 @@ class Transcriber:
         raise NotImplementedError
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
-        """Yield the segments of an answer with timestamps, of audio of this length."""
+        """Yield the segments of an answer with timestamps; the audio is `seconds` long."""
         raise NotImplementedError
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
     ) -> tuple[list[int], AlignmentHeads]:
-        """Return the prompt that aligns the tokens of an answer with the audio."""
+        """Return the prompt that aligns the tokens of an answer with the audio, and what is aligned in it."""
         raise NotImplementedError
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
@@ -177,7 +178,7 @@ class WhisperTranscriber(Transcriber):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, **facts: Any) -> "WhisperTranscriber | None":
-        """Build it; None if the tokenizer lacks the tokens."""
+        """Build the transcriber; return None if the tokenizer lacks the tokens."""
         if _lacks_tokens(tokenizer, (*_MARKS, *(f"<|{task}|>" for task in TASKS))):
             return None
         return cls(tokenizer, **facts)
@@ -246,8 +247,8 @@ class VoxtralTranscriber(Transcriber):
     def of(
         cls, tokenizer: Tokenizer, *, max_len: int, max_samples: int, num_vectors: int
     ) -> "VoxtralTranscriber | None":
-        """Build it; None if the tokenizer lacks the tokens. Pieces are reduced so that the audio, with
-        `num_vectors` for `max_samples` samples, takes at most half of `max_len`."""
+        """Build the transcriber; return None if the tokenizer lacks the tokens. Pieces are reduced so that
+        the audio, with `num_vectors` for `max_samples` samples, takes at most half of `max_len`."""
         if _lacks_tokens(tokenizer, (*_DICTATION_BEGIN, _DICTATION_TASK)):
             return None
         fitting = max_samples * (max_len // 2) // num_vectors

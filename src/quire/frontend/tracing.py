@@ -23,7 +23,7 @@ _NS = 1_000_000_000
 
 
 class Tracer:
-    """Exports spans in batches in a background thread; they are dropped if the endpoint is unavailable."""
+    """Exports spans in batches in a background thread; spans are dropped if the endpoint is unavailable."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         self._model = model

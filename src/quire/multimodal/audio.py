@@ -16,7 +16,7 @@ MAX_SAMPLES = 1 << 28
 """Largest number of samples of all channels: an hour and a half at 48 kHz."""
 MAX_RATE = 768_000
 _MAX_SAMPLE = 1e12
-"""Largest absolute sample: some clients send unscaled 32-bit integers; the power of more overflows."""
+"""Largest absolute sample: some clients send unscaled 32-bit integers; larger powers may overflow."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _SAMPLE_BYTES = 8
 """Bytes per sample while decoding: encoded or in a chunk, and as float32."""

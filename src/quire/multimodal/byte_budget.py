@@ -10,8 +10,8 @@ from quire.errors import RequestError
 
 
 class ByteBudget:
-    """Number of bytes that all requests may hold. A hold that needs more than is left waits for others to
-    end; the oldest hold never waits, so that there is no deadlock."""
+    """Number of bytes that all requests may hold. A hold that needs more bytes than are left waits for other
+    holds to end; the oldest hold never waits, so that there is no deadlock."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = self._left = num_bytes
@@ -109,7 +109,7 @@ class BudgetHold:
         self._budget.take_blocking(self, num_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """Charge bytes to the share of the request without holding them; raise a RequestError above it."""
+        """Charge bytes to the request's share without holding them; raise a RequestError above its limit."""
         if self._share is not None:
             self._share.add(num_bytes)
 

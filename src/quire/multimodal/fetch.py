@@ -27,12 +27,12 @@ from quire.remote.http import reason_of
 _PORTS = {"http": 80, "https": 443}
 _MAX_HOPS = 5
 _FIRST_PAUSE_S = 0.1
-"""Pause before the first retry; it doubles with every further one."""
+"""Seconds before the first retry; the pause doubles with every further retry."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429)
 """Statuses below 500 that are retried."""
 _MAX_LOOKUPS = 256
-"""Concurrent DNS lookups: slow ones do not block other work."""
+"""Maximum number of concurrent DNS lookups; slow lookups do not block other work."""
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -53,13 +53,13 @@ class Blob(NamedTuple):
     """The encoded bytes of an item."""
 
     parts: tuple[bytes, ...]
-    """Mostly one; a video sent as images has one part per frame."""
+    """One part, or one for each frame of a video sent as images."""
     media_type: str = ""
     """Media type that the sender declared; empty: none."""
 
 
 class _Transient(Exception):
-    """A failure that may not occur again on a retry."""
+    """A failure after which a retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ _MAX_HEAD_BYTES = 1 << 16
 
 
 Take = Callable[[int], Awaitable[None]]
-"""Waits until the budget has this number of bytes."""
+"""Takes this number of bytes from the budget, and waits until they are free."""
 
 
 class HttpAnswer(NamedTuple):
@@ -24,7 +24,7 @@ class HttpAnswer(NamedTuple):
     headers: dict[str, str]
     """Headers by lower-case name."""
     body: bytes
-    """Body of a response with status 200; empty for others."""
+    """Body of a response with status 200; empty for other statuses."""
 
 
 async def get(
@@ -39,7 +39,8 @@ async def get(
     take: Take,
 ) -> HttpAnswer:
     """Send a GET for `host` to `address`. Raise an OverflowError if the body is larger than `max_bytes`,
-    before it is read completely, and an OSError if the connection fails. `take` is called for each chunk."""
+    before it is read completely, and an OSError if the connection fails. `take` is called with the size of
+    each chunk."""
     reader, writer = await asyncio.open_connection(
         address, port, ssl=tls, server_hostname=host if tls is not None else None
     )

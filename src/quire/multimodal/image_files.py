@@ -38,7 +38,7 @@ def decode_image(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) 
         num_pixels = image.width * image.height
         limits.take(num_pixels * pixel_bytes(image))
         image.load()
-        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # some files have it after the pixels
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # some files have EXIF after the pixels
             limits.take(num_pixels * _STORED_BYTES.get(image.mode, 4))
             ImageOps.exif_transpose(image, in_place=True)
         return to_rgb(image, background)
@@ -103,7 +103,7 @@ def background_of(options: Mapping[str, Any]) -> tuple[int, int, int]:
 
 @contextmanager
 def opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
-    """Open an image and read only its header; its size is within the limits."""
+    """Open an image and read only its header; raise a RequestError if its size exceeds the limits."""
     head = data[:_HEAD_BYTES].lstrip()
     if head.startswith(_MARKUP):
         kind = "an SVG, which is not supported" if b"<svg" in head.lower() else "markup or gzip"
@@ -135,13 +135,13 @@ def _formats() -> list[str]:
 
 
 def allow_pixels(count: int) -> None:
-    """Raise Pillow's process-wide limit, which is twice MAX_IMAGE_PIXELS, to this number."""
+    """Raise Pillow's process-wide limit of pixels, which is twice MAX_IMAGE_PIXELS, to at least `count`."""
     if Image.MAX_IMAGE_PIXELS is not None and count > 2 * Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = count // 2 + 1
 
 
 def _check_icon(data: bytes) -> None:
-    """Refuse icons with images of another size than their directory has: Pillow trusts the directory, and
+    """Refuse icons with images of another size than their directory states: Pillow trusts the directory, and
     decodes the image as soon as the file is opened."""
     (count,) = struct.unpack_from("<H", data, 4)
     for place in range(6, 6 + 16 * count, 16):

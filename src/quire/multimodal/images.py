@@ -48,8 +48,8 @@ IMAGE_ARGUMENTS = (
 
 
 def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) -> ConfigReader:
-    """Read the processor settings of a checkpoint: a section of processor_config.json, else
-    preprocessor_config.json, over the defaults of the family."""
+    """Read the processor settings of a checkpoint, which override the `defaults` of the family: the section
+    `part` of processor_config.json, else preprocessor_config.json."""
     newer, older = path / "processor_config.json", path / "preprocessor_config.json"
     section = read_json(newer).get(part) if newer.is_file() else None
     source = newer
@@ -75,7 +75,7 @@ def video_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
 
 
 def processor_settings(path: Path) -> ConfigReader:
-    """Read processor_config.json, the settings of the processor of images and texts."""
+    """Read processor_config.json, the settings of the processor of images and texts; empty without it."""
     file = path / "processor_config.json"
     return ConfigReader(str(file), read_json(file) if file.is_file() else {})
 
@@ -83,7 +83,7 @@ def processor_settings(path: Path) -> ConfigReader:
 def override_settings(
     stored: ConfigReader, arguments: Mapping[str, Any], known: Collection[str]
 ) -> ConfigReader:
-    """Return the stored settings with the mm_processor_kwargs of a request over them."""
+    """Return the stored settings, overridden by the mm_processor_kwargs of a request."""
     for name in arguments:
         if name not in known:
             raise RequestError(
@@ -100,7 +100,7 @@ def wrong_argument(error: ConfigError) -> RequestError:
 
 @dataclass(frozen=True)
 class PixelScaling:
-    """Rescaling and normalization of pixels. The worker applies it, because bytes are cheaper to send."""
+    """Rescaling and normalization of pixels, applied by the worker: bytes are cheaper to send than floats."""
 
     scale: float | None
     mean: tuple[float, ...] | None
@@ -220,7 +220,7 @@ def size_of(keys: ConfigReader, key: str = "size") -> dict[str, int]:
 
 
 def fitted(size: Mapping[str, int], image: Size) -> Size:
-    """Return the size to resize an image to: exactly `size`, or with its shortest edge."""
+    """Return the size to resize an image to: exactly `size`, or with its shortest edge in proportion."""
     if "height" in size and "width" in size:
         return size["height"], size["width"]
     if "shortest_edge" in size and "longest_edge" not in size:

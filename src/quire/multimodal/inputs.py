@@ -1,4 +1,4 @@
-"""Items as users send them, and their cache keys."""
+"""Media items as users send them, and their cache keys."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ class MediaInput:
     salt: str | None = None
     """Cache salt of the uuid: only requests with the same salt share the item."""
     scope: str = ""
-    """The cache scope of its request (data/cache_scope.py): items of two scopes have different keys."""
+    """Cache scope of the request (data/cache_scope.py): items of two scopes have different keys."""
 
     @property
     def text(self) -> str | None:
@@ -70,7 +70,7 @@ class MediaKeys:
     """Computes cache keys: equal for the same content with the same arguments."""
 
     def __init__(self, algorithm: str) -> None:
-        """Build it for mm_hasher_algorithm; without the package blake3, sha256 is used."""
+        """`algorithm` is mm_hasher_algorithm; without the package blake3, sha256 replaces blake3."""
         self._new: Any = getattr(hashlib, algorithm, hashlib.sha256)
         if algorithm == "blake3":
             try:
@@ -88,8 +88,8 @@ class MediaKeys:
         return self._of(*scope, item.modality.encode(), how, *named)
 
     def fitted(self, key: bytes, processed: ProcessedItem) -> bytes:
-        """Return the key of an item with a uuid. It includes the shapes, so that an item of another user with
-        the same uuid cannot break the encoder."""
+        """Return the key of an item with a uuid. The key includes the shapes, so that an item of another user
+        with the same uuid cannot break the encoder."""
         arrays = {name: (array.dtype, array.shape) for name, array in (processed.arrays or {}).items()}
         form = msgspec.json.encode((processed.token_ids, processed.runs, arrays), order="sorted")
         return self._of(key, form)

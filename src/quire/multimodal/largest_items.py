@@ -23,8 +23,8 @@ def largest_items(
     path: Path, media: MediaFacts, section: MultimodalSection, tokenizer: Tokenizer | None, longest: int
 ) -> dict[str, int]:
     """Return the number of vectors of the largest item of each enabled modality, at most `longest`, the
-    number of tokens of the longest prompt. Without a tokenizer it is `longest`. Cross-attended items have one
-    size."""
+    number of tokens of the longest prompt. Without a tokenizer the number is `longest`. Cross-attended items
+    have a fixed size."""
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     names = [name for name in media.modalities if limits[name]]
     if media.num_cross_states:
@@ -38,7 +38,7 @@ def largest_items(
 def _num_vectors(processor: Processor, modality: str, section: MultimodalSection) -> int:
     """Return the processor's maximum, or process a blank item where settings limit sizes or set arguments.
 
-    The vectors of a video are counted without processing it, which takes long for the largest.
+    The vectors of a video are counted without processing, which would take long for the largest video.
     """
     limit = section.limit_mm_per_prompt.get(modality)
     sizes = limit if isinstance(limit, dict) and limit.keys() - {"count"} else {}

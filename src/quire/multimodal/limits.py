@@ -22,7 +22,7 @@ class DecodeLimits:
     take: Take = lambda num_bytes: None
 
     def check_pixels(self, width: int, height: int, count: int = 1, *, times: int = 1) -> None:
-        """Refuse `count` frames of this size if they have more than `times` the pixels of an image."""
+        """Refuse `count` frames of this size if they have more than `times * max_pixels` pixels together."""
         num_pixels, most = width * height * count, times * self.max_pixels
         if num_pixels > most:
             prefix = f"{count} frames of " if count > 1 else ""

@@ -30,11 +30,11 @@ T = TypeVar("T")
 Options = Mapping[str, Any]
 
 _AT_ONCE = 16
-"""Items of one request that are prepared concurrently."""
+"""Maximum number of items of one request that are prepared concurrently."""
 _REQUESTS = 4
-"""Requests that may hold the maximum number of media bytes at once; others wait."""
+"""Number of requests that may hold the maximum of media bytes at once; other requests wait."""
 _LONG = 1 << 17
-"""Characters from which on a digest is computed in a thread."""
+"""Number of characters from which on the digest of a text is computed in a thread."""
 _TEXTS_BYTES, _TEXT_BYTES = 16 << 20, 512
 """Bytes of the cache of known texts, and of one entry: only digests are kept."""
 
@@ -64,7 +64,7 @@ class KnownText(NamedTuple):
     name: bytes
     """Name of the item in the processor cache."""
     num_bytes: int
-    """Size of its content."""
+    """Size of the item's content."""
 
 
 class EqualItems:
@@ -81,7 +81,7 @@ class EqualItems:
 
 
 class MediaProcessor:
-    """Fetches items, and decodes and processes them in threads. A process has one per model."""
+    """Fetches items, and decodes and processes them in threads. A process has one instance per model."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class MediaProcessor:
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
         """Prepare the items of one prompt, in order. `arguments` are mm_processor_kwargs, `reading` are
-        media_io_kwargs, both over those of the server. An error names its item and cancels the others."""
+        media_io_kwargs; both override those of the server. An error names its item and cancels the others."""
         (prepared,) = await self.prepare_each([items], arguments, reading)
         return prepared
 
@@ -204,7 +204,7 @@ class MediaProcessor:
         return self._keys.of(*raw) if len(text) < _LONG else await self._in_thread(self._keys.of, *raw)
 
     async def _name_item(self, raw: RawItem, hold: BudgetHold) -> tuple[RawItem, bytes]:
-        """Return the item with its content, unless it has a uuid, and its name in the cache."""
+        """Load the content of an item without a uuid; return the item and its name in the cache."""
         if raw.item.uuid is None:
             raw = raw._replace(item=await self._load_content(raw.item, hold))
         return raw, await self._in_thread(self._keys.of, *raw)

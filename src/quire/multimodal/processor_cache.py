@@ -27,13 +27,13 @@ class _CacheEntry(NamedTuple):
 
 
 class ProcessorCache:
-    """Processed items by key, of one API process. With `replicated` the engine core keeps the arrays: it
-    evicts in the same order, and arrays that it has are not sent again. With an arena they are in shared
-    memory, and none is sent."""
+    """Cache of processed items of one API process. With `replicated` the engine core keeps the arrays: it
+    evicts in the same order, and arrays that the core has are not sent again. With an `arena` the arrays are
+    in shared memory, and only references to them are sent."""
 
     def __init__(self, max_bytes: int, *, replicated: bool = False, arena: SharedArena | None = None) -> None:
         self._entries: Lru[_CacheEntry] = Lru(max_bytes, self._on_drop)
-        """Items by name: the key, except for items with a uuid."""
+        """Items by name; the name is the key, except for items with a uuid."""
         self._arena = arena
         self._is_shared = True
         """Whether the engine core can read the arena."""
@@ -64,7 +64,7 @@ class ProcessorCache:
         return None if entry is None or processed is None else (entry.key, processed)
 
     def put(self, name: bytes, key: bytes, processed: ProcessedItem) -> ProcessedItem:
-        """Store a processed item; return it as it is used from now on."""
+        """Store a processed item; return the item to use from now on, which may refer to shared memory."""
         num_bytes = size_of(processed.arrays or {}) + _ID_BYTES * len(processed.token_ids)
         entry = _CacheEntry(key, processed if self._core_keys is None else replace(processed, arrays=None))
         if self._arena is not None:
@@ -114,20 +114,20 @@ class ProcessorCache:
     # ---- the engine core's copy
 
     def clear_core_keys(self) -> None:
-        """Assume that the engine core has no arrays. Those that it still has are older than all later ones,
-        so that it evicts them first."""
+        """Assume that the engine core has no arrays. Arrays that the core still has are older than all later
+        arrays, so that they are evicted first."""
         if self._core_keys is not None:
             self._core_keys.clear()
 
     def reset_core(self) -> None:
-        """Reset after the engine core died; the next one may be able to read the arena."""
+        """Reset after the engine core died; the next core may be able to read the arena."""
         self.clear_core_keys()
         if self._arena is not None:
             self._arena.reset_receiver()
             self._is_shared = True
 
     def lacks(self, media: Media) -> bool:
-        """Return whether an item has no arrays here, in shared memory or in the engine core."""
+        """Return whether some item has no arrays here, none in shared memory and none in the engine core."""
         return any(
             item.arrays is None and item.stored is None and not self._is_in_core(item.key)
             for item in media.items
@@ -180,8 +180,7 @@ class ProcessorCache:
 
 
 class SharedProcessorCache(ProcessorCache):
-    """Processed items by key, with their arrays, of all API processes of a server: an item that one of them
-    has processed is in the cache of the others."""
+    """Cache of processed items with their arrays, which all API processes of a server share."""
 
     def __init__(self, shared: SharedCache) -> None:
         super().__init__(shared.max_bytes)

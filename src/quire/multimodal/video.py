@@ -26,7 +26,7 @@ _MAX_ANIMATED = 4
 _CODEC_BYTES = 24
 """Bytes of a codec per pixel of a frame: up to 16 reference frames of 1.5 bytes per pixel."""
 _PICTURE_BYTES = 20
-"""Bytes per pixel of an animated image: the canvas, the next frame, and that as RGB."""
+"""Bytes per pixel of an animated image: the canvas, the next frame, and the next frame as RGB."""
 
 
 def decode_video(blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Video:

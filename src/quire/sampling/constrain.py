@@ -14,7 +14,7 @@ from quire.sampling.rows import Ints
 from quire.sampling.transfer import to_device
 
 _NUM_BUFFERS = 3
-"""Number of buffers: usually the masks of the oldest have been applied when it is used again."""
+"""Number of buffers: usually the masks in the oldest buffer have been applied when it is used again."""
 
 
 def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
@@ -82,8 +82,8 @@ class CudaMasks:
 
 
 class _Buffer:
-    """Buffers for masks, pinned on the host and on the device. They are reused, since allocating them in each
-    step would take longer than the copy."""
+    """A pinned host buffer and a device buffer for masks. Both are reused, since allocating them in each step
+    would take longer than the copy."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Token counts of rows with penalties, kept on the device, since the host may not know the latest tokens."""
+"""Token counts of rows with penalties, on the device: the host may not have the latest tokens yet."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from quire.sampling.transfer import to_device
 
 
 class Counts:
-    """Counts by row, valid while its request has penalties."""
+    """Token counts by row, for rows whose request has penalties."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab

@@ -1,5 +1,4 @@
-"""Logit adjustments before sampling: allowed ids, bad words, min_tokens, biases, penalties, and timestamp
-rules."""
+"""Logit adjustments before sampling: allowed ids, bad words, min_tokens, biases, penalties, timestamps."""
 
 from collections.abc import Callable
 
@@ -28,7 +27,7 @@ def adjust(
 ) -> Tensor:
     """Return `logits` [N, V], changed in place by each row's parameters, in vLLM's order.
 
-    Penalties use `counts` if the latest tokens may be known to the device only, otherwise `history`.
+    Penalties use `counts` if the latest tokens may be only on the device, otherwise `history`.
     `process` applies custom logits processors.
     """
     flags = state.flags[rows]

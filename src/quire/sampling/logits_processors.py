@@ -1,4 +1,4 @@
-"""Custom logits processors, with the interface of vLLM v1, and the batch that they see."""
+"""Custom logits processors, with the interface of vLLM v1, and the batch of requests that they process."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ RequestLogitsProcessor = (
 
 
 class MoveDirectionality(Enum):
-    """The effect of a move: one index takes the request of another, or both exchange theirs."""
+    """Effect of a move: an index takes over the request of another index, or both swap their requests."""
 
     UNIDIRECTIONAL = 0
     SWAP = 1
@@ -48,15 +48,15 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """A class of the operator that changes the logits of a batch. There is one instance per worker."""
+    """Interface of a custom class that changes the logits of a batch. There is one instance per worker."""
 
     @classmethod  # noqa: B027
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise a ValueError if a request cannot be processed. It runs in API processes."""
+        """Raise a ValueError if a request cannot be processed. This method runs in API processes."""
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        """Build it, once per worker."""
+        """Build the processor, once per worker."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
@@ -64,20 +64,20 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the most likely token stays the same. Then it is applied after the temperature, and not to
-        batches without random sampling."""
+        """Return whether the most likely token never changes. Such a processor is applied after the
+        temperature, and not to batches without random sampling."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the changes of the batch, before each step; None if it has the same requests."""
+        """Apply the changes of the batch before each step; None means that it has the same requests."""
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Base of processors that treat each request by a function of its own."""
+    """Base of processors that call a separate function for each request."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self._functions: dict[int, Callable[[Tensor], Tensor]] = {}
-        """By index in the batch."""
+        """Functions of the requests by index in the batch."""
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
@@ -132,15 +132,15 @@ class _Entry(NamedTuple):
 
     row: int
     admission: int
-    """Number of the request among those that the row has had."""
+    """Ordinal number of the request among all requests that the row has had."""
     params: SamplingParams
     prompt_ids: list[int] | None
     output_ids: list[int]
 
 
 class ProcessorBatch:
-    """The logits processors of a worker, and the requests that they see: those that sample in a step, at
-    indices without gaps. It is a feature of a step."""
+    """The logits processors of a worker, and their batch: the requests that sample in a step, at indices
+    without gaps. `begin` and `end` are called in every step (`StepFeature`)."""
 
     def __init__(
         self, make: Callable[[], list[LogitsProcessor]], state: SamplingRows, history: History
@@ -149,7 +149,7 @@ class ProcessorBatch:
         self._make = make
         self._state, self._history = state, history
         self._params: dict[int, tuple[SamplingParams, bool]] = {}
-        """Parameters of each row, and whether its prompt are embeddings."""
+        """Parameters of each row, and whether its prompt consists of embeddings."""
         self._start()
 
     def _start(self) -> None:

@@ -49,7 +49,7 @@ def row_logprobs(
 def append_listed(
     entries: list[RowLogprobs], logits: Tensor, at: Tensor, token_ids: Tensor, mode: str
 ) -> None:
-    """Add the tokens of logprob_token_ids: entry i goes to `entries[at[i]]`."""
+    """Add the tokens of logprob_token_ids: token i is added to `entries[at[i]]`."""
     values = _without_nan(logits[at, token_ids] - _normaliser(logits, mode)[at, 0])
     for place, token_id, value in zip(at.tolist(), token_ids.tolist(), values.tolist(), strict=True):
         entries[place].token_ids.append(token_id)
@@ -59,8 +59,8 @@ def append_listed(
 def prompt_logprobs(
     head: Callable[[Tensor], Tensor], hidden: Tensor, next_ids: Tensor, k: int, mode: str
 ) -> list[RowLogprobs]:
-    """Return for each position of a prompt, `hidden` [n, H], the token after it [n] and the `k` best (-1:
-    all).
+    """Return for each prompt position, with states `hidden` [n, H], the logprobs of the next token [n] and of
+    the `k` best tokens (-1: all).
 
     `head` computes float32 logits, one slice of positions at a time.
     """

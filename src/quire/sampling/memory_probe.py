@@ -1,4 +1,4 @@
-"""Memory probe: samples with all features at once, to measure the memory."""
+"""Memory probe: samples with all features at once, to measure the memory that sampling needs."""
 
 from collections.abc import Callable
 

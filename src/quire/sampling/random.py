@@ -33,7 +33,7 @@ class SamplingTensors(NamedTuple):
 _BLOCK = 512
 """Tokens per block of the inverse CDF: sums per block come first, then one block is searched."""
 _NUCLEUS = 1024
-"""Number of best tokens that are ranked for top_p, before a row's whole vocabulary is."""
+"""Number of best tokens that are ranked for top_p, before the whole vocabulary of a row is sorted."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -105,7 +105,7 @@ def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) 
 
 
 def _find_mass(best: Tensor, floor: Tensor, peak: Tensor, target_mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the floor at which the best tokens hold the wanted mass, and whether they reach it."""
+    """Return the floor at which the best tokens hold the wanted mass, and whether they reach that mass."""
     mass = _weights(best, floor, peak).cumsum(dim=-1, dtype=torch.float64)
     num_short = (mass < target_mass).sum(dim=-1, keepdim=True)
     last = num_short.clamp(max=best.shape[1] - 1)
@@ -150,7 +150,8 @@ def sample(logits: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _find(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first of the running `sums` [R, B] above `target` [R, 1], never past the last one."""
+    """Return the index of the first running sum in `sums` [R, B] above `target` [R, 1], and the target, which
+    is reduced if it is not below the last sum."""
     target = torch.minimum(target, sums[:, -1:].nextafter(torch.zeros_like(target)))
     place = torch.searchsorted(sums, target, right=True)
     return place.clamp_(max=sums.shape[1] - 1), target

@@ -80,8 +80,8 @@ class TokenTable:
 
 
 class WordTable:
-    """Bad words of one or more tokens, by row: the last token is banned if the output ends with the
-    others."""
+    """Bad words of one or more tokens, by row: the last token of a word is banned if the output ends with the
+    tokens before it."""
 
     def __init__(self) -> None:
         self._rows = np.empty(0, np.int32)
@@ -136,8 +136,8 @@ class SamplingRows:
         device: torch.device,
         banned_ids: tuple[Sequence[int], ...] = ((), ()),
     ) -> None:
-        """Set `banned_ids`, tokens that no row may sample; those of the second list are banned as first
-        token only."""
+        """`banned_ids` are two lists of tokens that no row may sample; tokens of the second list are banned
+        as the first output token only."""
         self.vocab = vocab
         self.banned_ids = banned_ids
         self.device = device

@@ -23,7 +23,7 @@ from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Hi
 from quire.sampling.transfer import take_rows, to_device
 
 Resample = Callable[[Masks, Ints], Tensor | None]
-"""Samples under masks, given the first position of each row in the batch."""
+"""Samples under masks, given the first position of each row in the batch; returns None if it cannot."""
 _FREE = Masks()
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
@@ -38,7 +38,7 @@ class Sampled:
     """Logprobs of each sampled token, by row."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     sampling_masks: dict[int, list[list[int]]] = field(default_factory=dict)
-    """By row, the ids that each token could have been, if requests return them."""
+    """Token ids that could have been sampled for each token, by row; empty if requests do not return them."""
     aligned: dict[int, list[int]] = field(default_factory=dict)
     """Token timestamps of aligned prompts, by row."""
     routes: tuple[Tensor, Tensor] | None = None
@@ -47,7 +47,7 @@ class Sampled:
     """Counts that include all sampled tokens of rows with drafts, as if all were accepted."""
 
     def result(self, rows: NDArray[Any], token_ids: Ints, counts: Ints) -> StepResult:
-        """Return the result with the accepted tokens of `rows`: `counts` each, or one."""
+        """Return the result with the accepted tokens of `rows`: `counts` each; empty `counts`: one each."""
         if len(counts) and self.logprobs:
             count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
             self.logprobs = {row: values[: count_of[row]] for row, values in self.logprobs.items()}
@@ -84,11 +84,11 @@ class Sampler:
         self.sample = sample
         """A kernel that samples from logits; None: torch operations."""
         self.counts = counts
-        """Token counts for penalties, if the host may not know the latest tokens."""
+        """Token counts on the device for penalties; None if the host always has the latest tokens."""
         self.processors = processors
         """Custom logits processors; None without any."""
         self.returns_mask = returns_mask
-        """Whether the ids are returned that each token could have been; needs processed logprobs."""
+        """Whether to return the ids that could have been sampled for each token; needs processed logprobs."""
         self.constrain = open_masks(device)
         self.raw = logprobs_mode.startswith("raw")
 
@@ -144,7 +144,8 @@ class Sampler:
         tensors: SamplingTensors | None,
         masks: Masks,
     ) -> Sampled:
-        """Sample more rows than fit at once, or rows with several samples: all first ones come first."""
+        """Sample more rows than fit at once, or rows with several samples: the first samples of all rows
+        come first."""
         sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=self.device))
         sampled.counts = self.counts
         draws, step = _draws(rows), rows_at_once(self.vocab)
@@ -210,7 +211,7 @@ class Sampler:
 
     @property
     def _process(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the function of the processors that may change the most likely token."""
+        """Return a function that applies the processors that may change the most likely token, or None."""
         processors = self.processors
         return None if processors is None else lambda logits: processors.apply(logits, processors.others)
 
@@ -261,7 +262,7 @@ class Sampler:
 
 
 def _draws(rows: Ints) -> NDArray[np.intp]:
-    """Return the index of each sample among those of its row, which are adjacent."""
+    """Return the index of each sample among the samples of its row, which are adjacent."""
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     indices: NDArray[np.intp] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
     return indices

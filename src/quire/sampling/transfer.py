@@ -13,5 +13,5 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def take_rows(tensor: Tensor, at: NDArray[np.intp]) -> Tensor:
-    """Return the rows `at` (increasing, unique); the tensor itself, not a copy, if these are all of them."""
+    """Return the rows `at` (increasing, unique); the tensor itself, not a copy, if `at` has all rows."""
     return tensor if len(at) == len(tensor) else tensor.index_select(0, to_device(at, tensor.device))

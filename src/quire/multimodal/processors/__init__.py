@@ -21,11 +21,11 @@ class Video(NamedTuple):
     fps: float | None = None
     """Frames per second of `frames`; None: unknown."""
     total_frames: int = 0
-    """Frames of the video that they were sampled from; 0: `frames` has all."""
+    """Number of frames of the source video; 0: `frames` has all of them."""
     indices: tuple[int, ...] = ()
-    """Indices of `frames` in that video; empty: all."""
+    """Indices of `frames` in the source video; empty: `frames` has all."""
     source_fps: float | None = None
-    """Frames per second of that video."""
+    """Frames per second of the source video; None: unknown."""
 
     @classmethod
     def black(cls, frames: int, width: int, height: int, *facts: Any) -> "Video":
@@ -66,11 +66,11 @@ class Processor(Protocol):
     modalities: tuple[str, ...]
 
     def marks(self, modality: str) -> list[int]:
-        """Return the mark: the placeholder tokens of one item in a prompt as chat templates write it, mostly
-        one. Empty for models that cross-attend to the item."""
+        """Return the mark: the placeholder tokens, mostly one, that chat templates write for an item. Empty
+        for models that cross-attend to the item."""
 
     def text(self, modality: str, number: int) -> str:
-        """Return the text of the mark, for chat templates without media: it is put before the message's text.
+        """Return the text of the mark, which is put before a message's text for chat templates without media.
         `number` counts the items of this modality in the conversation, from 1."""
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
@@ -101,10 +101,10 @@ class CountsVideoVectors(Protocol):
 
 
 class RewritesText(Protocol):
-    """A processor that rewrites marks in the text which are not tokens."""
+    """A processor that rewrites the text of a prompt, such as marks that are not tokens."""
 
     def rewrite_text(self, text: str) -> str:
-        """Return the text of a prompt with media as it is tokenized."""
+        """Return the text to tokenize for a prompt with media."""
 
 
 def rewrites_text(processor: "Processor") -> TypeGuard[RewritesText]:

@@ -1,4 +1,4 @@
-"""Base of the processors of audio with Whisper's encoder."""
+"""Base of the audio processors of models with Whisper's encoder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +23,8 @@ def read_samples(
     longest: int,
     fewest: int = 0,
 ) -> Samples:
-    """Convert audio to the sample rate of an encoder. What exceeds `longest` samples is cut, or refused
-    without `truncation`; less than `fewest` samples are refused."""
+    """Convert audio to the sample rate of an encoder. Samples beyond `longest` are cut off, or refused
+    without `truncation`; fewer than `fewest` samples are refused."""
     try:
         is_cut = override_settings(settings, arguments, ("truncation",)).flag("truncation", True)
     except ConfigError as error:

@@ -14,7 +14,7 @@ _MARK = "<image>"
 
 
 class AyaProcessor(TiledProcessor):
-    """Each tile has its number as text before it. The mark is `<image>`, which may not be a token."""
+    """Each tile follows its number as text. The mark is `<image>`, which some tokenizers lack as a token."""
 
     facts: AyaFacts
 
@@ -59,7 +59,7 @@ class Cohere2VisionProcessor(AyaProcessor):
         return text
 
     def grid(self, image: Size, keys: ConfigReader, least: int, most: int) -> Size:
-        """Return the grid that enlarges an image the least or, if none does, shrinks it the least."""
+        """Return the grid that enlarges an image the least or, if no grid does, shrinks it the least."""
         (height, width), side = image, self.facts.vit.image
         scales = {
             (rows, columns): min(columns * side / width, rows * side / height)

@@ -50,7 +50,7 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
 def sample_frames(
     video: Video, settings: GridSettings, times: str
 ) -> tuple[list[int], list[int], float | None]:
-    """Return the indices of the sampled frames, their indices in the whole video, and that video's fps."""
+    """Return the indices of the sampled frames, their indices in the whole video, and its fps."""
     count = len(video.frames)
     total = max(video.total_frames, count)
     indices = list(video.indices) or [int(i) for i in np.linspace(0, total - 1, count).round()]

@@ -45,13 +45,13 @@ class GridSettings:
     counts_frames: bool = False
     """Whether `least` and `most` are for all frames together."""
     lifts: bool = False
-    """Whether a side shorter than a unit is enlarged to one, and the other in proportion."""
+    """Whether a side shorter than `unit` is enlarged to `unit`, and the other side in proportion."""
     finish: PixelScaling
     resample: Image.Resampling
     samples: bool = False
     """Whether frames are sampled from a video that has all of its frames."""
     is_requested: bool = False
-    """Whether the request asks for sampling: then also from a video that was sampled before."""
+    """Whether the request asks for sampling, which then also applies to a video that was sampled before."""
     fps: float | None = None
     """Frames per second to sample."""
     num_frames: int | None = None
@@ -60,7 +60,7 @@ class GridSettings:
     max_frames: int = 768
     """Maximum number of frames; 1 for images."""
     max_seconds: int = 300
-    """Length from which on frames are sampled less often."""
+    """Length of a video in seconds, beyond which frames are sampled less often."""
 
     @property
     def unit(self) -> int:
@@ -95,7 +95,8 @@ class GridSettings:
         return rows * unit, columns * unit
 
     def max_vectors(self) -> int:
-        """Return the vectors of the largest item; narrow ones, at least a unit wide, may exceed `most`."""
+        """Return the number of vectors of the largest item; narrow items, at least `unit` wide, may exceed
+        `most`."""
         frames = self.frames if self.counts_frames else 1
         least, most = (-(-pixels // (frames * self.unit**2)) for pixels in (self.least, self.most))
         grown = least + math.isqrt(least * _MAX_UNEQUAL) + math.isqrt(least // _MAX_UNEQUAL) + 3
@@ -198,7 +199,7 @@ _PIXELS = {
     ("glm4v", "image"): (112 * 112, 28 * 28 * 15000),
     ("glm4v", "video"): (112 * 112, 28 * 28 * 2 * 30000),
 }
-"""Default minimum and maximum; families that are not listed use those of Qwen2-VL."""
+"""Default minimum and maximum of pixels by family and modality; other families use those of Qwen2-VL."""
 
 
 def read_settings(path: Path, facts: MediaFacts) -> dict[str, GridSettings]:

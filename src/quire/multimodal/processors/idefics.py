@@ -17,7 +17,7 @@ from quire.text.tokenizer import Tokenizer
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LONGEST = 4096
-"""Largest side in pixels, whatever the request has."""
+"""Largest side in pixels to which an image is resized, whatever the request asks for."""
 
 
 class Idefics3Processor(ImageProcessor):

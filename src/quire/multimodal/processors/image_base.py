@@ -1,4 +1,4 @@
-"""Bases of the processors of images, and of all that replace a mark of one token by a span."""
+"""Base classes of image processors, and of all processors that replace a mark of one token by a span."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -73,7 +73,7 @@ class SpanProcessor:
         return ProcessedItem(token_ids, [] if places.all() else runs, **more)
 
     def embeds_span(self, num_vectors: int) -> list[int]:
-        """Return the span of embeddings that a user sends."""
+        """Return the span for `num_vectors` embeddings that a user sends."""
         return [self.image_id] * num_vectors
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
@@ -87,13 +87,13 @@ class SpanProcessor:
 
 
 class ImageProcessor(SpanProcessor):
-    """Base of processors that resize images by Pillow. A family states its settings as class attributes, and
-    implements `process_image`."""
+    """Base of processors that resize images with Pillow. The class of a family has its settings as class
+    attributes, and implements `process_image`."""
 
     arguments: ClassVar[Collection[str]] = IMAGE_ARGUMENTS
     """Names of the mm_processor_kwargs that a request may pass."""
     older_arguments: ClassVar[Mapping[str, str]] = {}
-    """Older names of arguments, with the current ones."""
+    """Current names of arguments by their older names."""
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
     is_narrow: ClassVar[bool] = False
@@ -112,8 +112,8 @@ class ImageProcessor(SpanProcessor):
         image_id: int | None = None,
         **defaults: Any,
     ) -> None:
-        """Read the settings over `defaults`. The image token is that of config.json unless one is passed; the
-        mark is the image token unless one is passed."""
+        """Read the settings, which override `defaults`. `image_id` None: the image token of config.json;
+        `mark` None: the image token."""
         self.facts = facts.tower
         image_id = self.facts.image_id if image_id is None else image_id
         super().__init__(image_id if mark is None else mark, image_id, self.facts.size_out, tokenizer)
@@ -139,7 +139,7 @@ class ImageProcessor(SpanProcessor):
         raise NotImplementedError
 
     def read_arguments(self, modality: str, arguments: Mapping[str, Any]) -> ConfigReader:
-        """Return the settings of a modality, with the mm_processor_kwargs of a request over them."""
+        """Return the settings of a modality, overridden by the mm_processor_kwargs of a request."""
         stored = self.video_settings if modality == "video" else self.settings
         keys = override_settings(stored, arguments, self.arguments)
         older = self.older_arguments
@@ -158,7 +158,7 @@ class ImageProcessor(SpanProcessor):
         return np.stack([self.resize_to_square(Image.fromarray(frame), keys) for frame in video.frames])
 
     def check_square(self, keys: ConfigReader) -> None:
-        """Raise if the settings have another size than the vision encoder."""
+        """Raise a ConfigError if the settings have another image size than the vision encoder."""
         side = self.facts.vit.image
         if fitted(size_of(keys), (side, side)) != (side, side):
             raise keys.wrong("size", f"{side} x {side} pixels")

@@ -1,5 +1,4 @@
-"""Kimi-VL and Kimi-K2.5: an image in its own size, padded to whole squares; a video in groups of frames, each
-after its time."""
+"""Kimi-VL and Kimi-K2.5: an image in its own size, padded to squares; a video in timed groups of frames."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,9 +34,9 @@ _OLDER = {
     "in_patch_limit": "max_patches",
     "patch_limit_on_one_side": "max_side",
 }
-"""Setting names of the original code, with those of transformers."""
+"""Names of settings in transformers by their names in the original code."""
 _VIDEO_MARK = "<|kimi_k25_video_placeholder|>"
-"""Mark of a video in chat templates, which may not be a token."""
+"""Mark of a video in chat templates, which is not a token of every tokenizer."""
 _MAX_PATCHES = 2**16
 """Largest number of patches that a request may set."""
 

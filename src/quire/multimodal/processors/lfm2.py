@@ -21,7 +21,7 @@ _MAX_TOKENS = 4096
 
 
 class Lfm2VLProcessor(ImageProcessor):
-    """Resizes an image to whole squares of patches; a large one is also cut into tiles."""
+    """Resizes an image to whole squares of patches; a large image is also cut into tiles."""
 
     arguments = (
         *IMAGE_ARGUMENTS,

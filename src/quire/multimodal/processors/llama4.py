@@ -73,7 +73,7 @@ def canvases(side: int, most: int) -> NDArray[np.float32]:
 
 
 def best_canvas(image: Size, side: int, most: int, *, is_largest: bool) -> Size:
-    """Return the canvas that enlarges an image least (`is_largest`: most), else the one that shrinks it
+    """Return the canvas that enlarges an image least (`is_largest`: most), else the canvas that shrinks it
     least; among equals the smallest."""
     sizes = canvases(side, most)
     scales = (sizes / np.array(image, np.float32)).min(1)

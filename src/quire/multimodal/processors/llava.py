@@ -24,7 +24,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class LlavaProcessor(ImageProcessor):
-    """Resizes, crops and normalizes. The result must have the image size of the vision encoder."""
+    """Resizes, crops and normalizes an image, which must then have the size that the vision encoder reads."""
 
     arguments = (*IMAGE_ARGUMENTS, "do_center_crop", "crop_size", "do_pad")
     facts: LlavaFacts

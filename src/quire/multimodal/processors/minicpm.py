@@ -1,5 +1,4 @@
-"""MiniCPM-V: a whole image and, if it is large, its slices row by row; images are numbered. A video is a list
-of frames, each like an image."""
+"""MiniCPM-V: a whole image and, if it is large, its slices row by row; a video as a list of such images."""
 
 import itertools
 import math
@@ -36,14 +35,14 @@ _BEGIN, _END, _SLICE, _SLICED = "<image>", "</image>", "<slice>", "</slice>"
 _IMAGE_MARK, _VIDEO_MARK = "(<image>./</image>)", "(<video>./</video>)"
 """Marks in the chat templates of 2.5 to 4.5, which are not tokens."""
 _FRAME_SLICES = 1
-"""Default maximum of slices of a frame."""
+"""Default maximum number of slices of a video frame."""
 _OLDER = {"norm_mean": "image_mean", "norm_std": "image_std"}
 _ALWAYS = ("size", "do_resize")
 """Arguments that are not supported: sides follow from the image."""
 _LONGEST = 2048
 """Largest side of a square that a request may set."""
 _LARGEST = 2
-"""Largest number of vectors of a whole image, as a multiple of a square's: a narrow image has more."""
+"""Largest number of vectors of a whole image, as a multiple of a square image's; narrow images have more."""
 
 
 class Cut(NamedTuple):
@@ -59,7 +58,8 @@ class Cut(NamedTuple):
 
 
 class MiniCPMVProcessor(ImageProcessor):
-    """The mark is the image token; for a video of 2.6 to 4.5 it is a slice with one image token."""
+    """The mark is the image token; for videos of MiniCPM-V 2.6 to 4.5 it is a slice with one image token.
+    Images may be numbered."""
 
     arguments = ("max_slice_nums", "scale_resolution", "slice_mode", *(set(IMAGE_ARGUMENTS) - set(_ALWAYS)))
     mean = std = HALF
@@ -224,13 +224,13 @@ def _near(length: float, unit: int) -> int:
 
 
 def _slice_size(size: Size, grid: Size) -> tuple[float, float]:
-    """Return the size of the part of an image that a slice has."""
+    """Return the size of the part of an image that a slice shows."""
     return _near(size[0], grid[0]) / grid[0], _near(size[1], grid[1]) / grid[1]
 
 
 def grid_of(image: Size, side: int, most: int) -> Size:
     """Return the rows and columns of slices, nearest to the image's aspect ratio, for about as many slices as
-    it has squares of this side; 0 and 0 if it is not larger than one."""
+    the image has squares of this side; 0 and 0 if the image is not larger than one square."""
     height, width = image
     count = min(math.ceil(width * height / (side * side)), most)
     if count <= 1:

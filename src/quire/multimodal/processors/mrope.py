@@ -19,8 +19,8 @@ def mrope_positions(
     has_time: bool = False,
 ) -> NDArray[np.int32]:
     """Return the M-RoPE positions, [3, num_tokens]. Text advances by one on all axes; tokens of a grid have
-    time, height and width. The text after a grid continues behind its longest side, with `has_time` also of
-    time."""
+    time, height and width. Text after a grid continues after the longer of height and width or, with
+    `has_time`, after the longest of all axes."""
     out = np.empty((3, num_tokens), np.int32)
     done = at = 0
     for item, known in zip(items, facts, strict=True):

@@ -19,7 +19,7 @@ from quire.multimodal.processors.qwen import GridProcessor
 from quire.text.tokenizer import Tokenizer
 
 _FRAME_VECTORS = (128, 768)
-"""Minimum and maximum of the vectors of a frame, whatever the files have."""
+"""Minimum and maximum number of vectors of a video frame, whatever the checkpoint's files have."""
 _AUDIO_ARGUMENTS = ("truncation",)
 _REACH = 4
 """Frames after the last sample that its window reaches."""
@@ -28,7 +28,7 @@ _MAX_SECONDS = 2400
 
 
 class OmniProcessor(GridProcessor):
-    """Arguments of images are ignored for audio, and the reverse."""
+    """Processes images, videos and audio. Arguments of images are ignored for audio, and the reverse."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         towers: OmniFacts = facts.tower

@@ -87,7 +87,7 @@ def covering(size: Size, side: int, most: int) -> Size:
 
 
 def _shown(size: Size, grid: Size, side: int) -> float:
-    """Return the pixels of the parts of an image after each is shrunk to a tile."""
+    """Return the number of pixels that the parts of an image have after each part is shrunk to a tile."""
     edges = [
         [length // count] * (count - 1) + [length - length // count * (count - 1)]
         for length, count in zip(size, grid, strict=True)

@@ -17,7 +17,7 @@ _BEGIN = "<bos>"
 
 
 class PaliGemmaProcessor(ImageProcessor):
-    """Puts the mark of one image before a text that has none."""
+    """Puts the mark of one image before a text without a mark."""
 
     mean = std = HALF
     facts: TowerFacts

@@ -27,11 +27,11 @@ _TIMES: dict[str, Callable[[float, float], str]] = {
 }
 """Text of the time of a step, from the times of its first and last frame."""
 _MAX_SECONDS = 86400
-"""Longest step of a video."""
+"""Upper bound of the seconds of a step of a video."""
 
 
 class GridProcessor:
-    """Processes images and videos to patches; some models have the times of frames as text between them."""
+    """Cuts images and videos into patches; the spans of some models have the times of frames as text."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.modalities = facts.modalities

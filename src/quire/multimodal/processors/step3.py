@@ -1,4 +1,4 @@
-"""Step3 to Step-3.7: an image as a square, after the windows of a large or a long one, row by row."""
+"""Step3 to Step-3.7: an image as a square; before it, row by row, the windows of a large or long image."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -113,7 +113,7 @@ class StepVLProcessor(ImageProcessor):
 
 
 def _whole(length: int, side: int) -> int:
-    """Round a length to whole windows, unless it is less than one."""
+    """Round a length to whole windows, unless it is less than one window."""
     count, rest = divmod(length, side)
     return side * (count + (rest / side > _MORE)) if count else length
 

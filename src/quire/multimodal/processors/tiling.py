@@ -17,7 +17,7 @@ from quire.multimodal.processors.image_base import ImageProcessor
 
 @lru_cache(maxsize=16)
 def grids(least: int, most: int) -> list[Size]:
-    """Return all grids of columns and rows with a number of tiles in this range, ordered by it."""
+    """Return all grids (columns, rows) of `least` to `most` tiles, ordered by their number of tiles."""
     sides = range(1, most + 1)
     every = [(wide, high) for wide in sides for high in sides if least <= wide * high <= most]
     return sorted(every, key=lambda grid: grid[0] * grid[1])
