@@ -29,8 +29,8 @@ from quire.text.grammar import Grammars
 log = get_logger(__name__)
 
 _LEAST_GAP = 1024
-"""Least number of tokens between checkpoints of SSM states on a GPU. A step must end at each checkpoint, and
-an extra step takes longer than recomputing fewer tokens than these."""
+"""On a GPU, number of tokens after a reused checkpoint of SSM states in which no new checkpoint is taken. A
+checkpoint needs a step of its own, which takes longer than recomputing fewer tokens."""
 
 
 def build_core(

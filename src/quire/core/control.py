@@ -95,7 +95,7 @@ class Operator:
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> Work:
         """Pause: admit no request, and wait until the core is at rest. Mode `abort` ends all requests, `wait`
-        finishes the running requests, `keep` holds them until the core is resumed."""
+        finishes all admitted requests, `keep` holds them until the core is resumed."""
         core = self.core
         core.pause_state.pause(mode)
         if mode == "abort":
@@ -156,8 +156,8 @@ class Operator:
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Work:
         """Restore the memory of `tags` on the workers, or all memory if `tags` is empty. Return whether all
-        memory is restored: then the client calls `warm_up` and `resume`. Warm-up is a separate call, since
-        engines that step together warm up together."""
+        memory is restored, so that the client may call `warm_up` and `resume`. Warm-up is a separate call,
+        since engines that step together warm up together."""
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
         pause_state = self.core.pause_state

@@ -89,8 +89,7 @@ class EngineCore:
         return timeout_s is None and checks.is_awaiting
 
     def sample_tokens(self) -> None:
-        """Sample the tokens of the newest step if its grammar masks are being computed; wait for the
-        masks."""
+        """Sample the tokens of the newest step if its grammar masks are complete or being filled."""
         constraints = self.scheduler.constraints
         if self.step_queue.is_unsampled and constraints.has_begun:
             self.step_queue.sample_tokens(constraints.masks())
