@@ -28,7 +28,7 @@ _NO_EFFECT = {
 }
 """Groups of vLLM that are not loaded, with the reason or the remedy."""
 _BUILT_IN = ("lora_filesystem_resolver", "lora_hf_hub_resolver")
-"""Plugins of vLLM itself whose function is built into Quire."""
+"""Plugins of vLLM itself that Quire replaces by built-in features."""
 
 
 @functools.cache

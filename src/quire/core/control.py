@@ -281,7 +281,7 @@ class Operator:
             self.core.sample_tokens()
 
     def abort(self, request_ids: Iterable[str]) -> int:
-        """Abort the requests with these client-visible ids; return the number of aborted sequences."""
+        """End the requests with these client-visible ids; return the number of aborted sequences."""
         wanted, inside = set(request_ids), [*self.core.scheduler.requests, *self.core.pause_state.outside]
         ended = self.core.abort([id for id in inside if wanted & set(_names_of(id))])
         self._end(ended)

@@ -49,8 +49,7 @@ class EngineCore:
         return self.pause_state.drop(ids) | self.scheduler.abort(ids)
 
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
-        """Launch the next steps and return the output of the oldest step; None if it is not done within
-        `timeout_s` seconds, or if there is no step."""
+        """Launch the next steps. Return the output of the oldest step, or None if it is not done in time."""
         while True:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())
@@ -115,8 +114,7 @@ class EngineCore:
         return stats
 
     def clear(self) -> None:
-        """Drop all requests and cached prefixes after a step failed halfway: its KV blocks may be
-        incomplete."""
+        """Drop all requests and cached prefixes after a failed step: its KV blocks may be incomplete."""
         scheduler = self.scheduler
         self.step_queue.clear()
         scheduler.discard_in_flight()

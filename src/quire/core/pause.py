@@ -9,8 +9,8 @@ from quire.errors import RequestError
 
 
 class PauseState:
-    """Which steps are planned. Open: all. Shut: none. Draining: only steps of admitted requests. Requests
-    that arrive while the core is shut or draining wait outside the scheduler, in order."""
+    """The steps that may be planned. Open: all. Shut: none. Draining: only steps of admitted requests.
+    Requests that arrive while the core is shut or draining wait outside the scheduler, in order."""
 
     def __init__(self) -> None:
         self.is_open = True
