@@ -1,4 +1,4 @@
-"""Validation of engine arguments by name, type and bounds. It needs no model."""
+"""Validates engine arguments by name, type and bounds, without reading the model."""
 
 import numbers
 import os
@@ -79,7 +79,7 @@ EngineArgs.__doc__ = "Every engine argument by name, all optional; `given()` hol
 def check_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """Validate arguments and return them under their current names; None counts as not set.
 
-    It needs no model, so that a mistyped flag is reported before any download.
+    No model is needed, so that a mistyped flag is reported before any download.
     """
     known, unbuilt = options(), UNSUPPORTED["engine argument"]
     values: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def check_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(name: str) -> str:
-    """Return the message for an argument that is not the engine's."""
+    """Return the error message for a name that is not an engine argument."""
     if name in options_of(SERVER_SECTIONS) or name in UNSUPPORTED["server flag"]:
         flag = f"--{name.replace('_', '-')}"
         return f"{name!r} is not an engine argument: it belongs to the HTTP server, as `quire serve {flag}`"

@@ -1,4 +1,4 @@
-"""The table of attention backends. It imports none of them, so that a wrong name is refused at once."""
+"""The table of attention backends, none of which it imports, so that a wrong name is refused at once."""
 
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
@@ -21,7 +21,7 @@ _RETIRED = ("XFORMERS",)
 
 
 def check_backend(name: str) -> str:
-    """Return the name of a backend, or AUTO; raise if there is none of this name."""
+    """Return the name of a backend in upper case, or AUTO; raise if there is no backend of this name."""
     name = name.upper()
     if name in _RETIRED:
         warn_once(logger, f"attention backend {name} is retired; the default is used in its place")

@@ -1,4 +1,4 @@
-"""Resolves `batch_invariant`, and checks whether the model has this mode on a GPU."""
+"""Resolves `batch_invariant`, and checks whether the model supports this mode on a GPU."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,9 @@ from quire.errors import ConfigError
 def resolve_batch_invariant(
     facts: ArchFacts, machine: Machine, values: Mapping[str, Any], env: Env, *, pools: bool
 ) -> bool:
-    """Return whether the mode is on. Raise a `ConfigError` if it cannot be kept on this GPU; on a CPU nothing
-    has to be checked. `values` are the user's settings; `pools`: whether it is a pooling model."""
+    """Return whether the mode is on. Raise a `ConfigError` if the model or a setting does not support it on a
+    GPU; nothing is checked on a CPU. `values` are the user's settings; `pools` is True for a pooling
+    model."""
     is_on: bool = values.get("batch_invariant", env.batch_invariant)
     if not is_on or machine.device != "cuda":
         return is_on

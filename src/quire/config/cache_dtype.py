@@ -14,7 +14,7 @@ _SHORT_NAMES = {"fp8": "fp8_e4m3", "int8": INT8_CACHE, _FP8_CACHE: INT8_CACHE}
 
 
 def resolve_cache_dtype(requested: str, dtype: str, machine: Machine, checkpoint: Checkpoint) -> str:
-    """Return the KV cache dtype; `dtype` is that of the model."""
+    """Return the KV cache dtype; `dtype` is the dtype of the model."""
     resolved = _SHORT_NAMES.get(requested, requested)
     known = ("auto", dtype, "fp8", "fp8_e4m3", "fp8_e5m2", "int8", INT8_CACHE)
     auto = (checkpoint.quant and checkpoint.quant.cache) or dtype
@@ -31,7 +31,7 @@ def resolve_cache_dtype(requested: str, dtype: str, machine: Machine, checkpoint
 
 
 def _check_heads(requested: str, facts: ArchFacts) -> None:
-    """Raise if the keys and values of a model have no heads that a scale could follow."""
+    """Raise if the KV cache of a model cannot have a scale per token and head."""
     kinds = {spec.kind for spec in cache_specs(facts) if spec is not None}
     head_dims = {facts.of_layer(layer).head_dim for layer in facts.layers}
     reason = None

@@ -45,7 +45,8 @@ def human_int(text: str) -> int:
 
 
 def parse_json_or_text(text: str) -> Any:
-    """Parse a JSON value (numbers may have a unit), or return the text itself if it is not JSON."""
+    """Parse a JSON value (numbers may have a unit), or return the text itself if it is not JSON; None for an
+    empty text or `None`."""
 
     def expand(match: re.Match[str]) -> str:
         return str(human_int(match[1])) if match[1] else match[0]
@@ -167,7 +168,8 @@ class FlagParser(argparse.ArgumentParser):
         return tokens
 
     def _flag(self, name: str) -> str | None:
-        """Return the flag that `name` stands for: itself, or the only one that starts with it."""
+        """Return the flag that `name` stands for: `name` itself, or the only flag that starts with it; or
+        None."""
         name = name.replace("_", "-")
         if name in self._option_string_actions:
             return name

@@ -45,7 +45,7 @@ class Cpu:
 
 
 def check_cpu_kernels(path: str, cpu: Cpu) -> None:
-    """Raise if `cpu` does not support the instructions of this path."""
+    """Raise if `cpu` does not support the instructions of this path (a row of the table above)."""
     if path not in ("avx2", "avx512"):
         return
     if cpu.machine not in _X86:

@@ -55,8 +55,8 @@ def local_ranks(parallel: ParallelSection) -> range:
 
 
 def lay_out(parallel: ParallelSection, *, headless: bool, api_server_count: int | None) -> Topology:
-    """Return a server's part of the topology. A server that starts with a later rank and is not headless
-    balances on its own."""
+    """Return a server's part of the topology. A server with a fixed rank, hybrid load balancing or a start
+    rank above 0 serves only its local ranks; another server with API processes serves all ranks."""
     size, local = parallel.data_parallel_size, local_ranks(parallel)
     if headless:
         if api_server_count:

@@ -87,26 +87,26 @@ class EngineConfig:
     speculation: SpecFacts | None = None
     """None for an engine without speculative decoding."""
     draft: Draft | None = None
-    """The draft model on the device; None: there is none."""
+    """The draft model on the device; None without one."""
     largest_items: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens of the largest possible item, by modality."""
     broken_plugins: tuple[str, ...] = ()
     """Plugins that failed in the first process, which all others leave out."""
     ray_group: str = ""
-    """Hex id of the Ray placement group for the ranks, with a first bundle for another actor; empty: a new
-    one is made."""
+    """Hex id of the Ray placement group for the ranks, with a first bundle for another actor; if empty, a new
+    group is created."""
 
     @property
     def quant(self) -> QuantFacts | None:
-        """Return the quantization of a model directory: stored or online; None for a GGUF file."""
+        """Return the quantization of a model directory, stored or online; None for a GGUF file."""
         if self.checkpoint.format == "gguf":
             return None
         return choose_quant(self.model.quantization, self.checkpoint.quant)
 
     @property
     def states_per_row(self) -> int:
-        """Return the number of SSM states of a running request in each layer: a step with drafts keeps the
-        state after each of its positions, since the first rejected draft is known only afterwards."""
+        """Return the number of SSM states of a running request in each layer. A step with draft tokens keeps
+        the state after each position, since the first rejected draft is known only afterwards."""
         return _states_per_row(self.speculation)
 
     @property
@@ -205,7 +205,7 @@ def _resolve_observability(values: Mapping[str, Any], usage: str) -> Observabili
 def _disable_for_pooling(
     values: dict[str, Any], pooling: PoolingFacts | None, checkpoint: Checkpoint, max_model_len: int
 ) -> dict[str, Any]:
-    """Turn off what pooling does not support, with a warning if it was enabled."""
+    """Turn off the settings that pooling does not support, with a warning for each that was enabled."""
     facts = checkpoint.facts
     if pooling is not None and facts.borrowed is not None:
         raise ConfigError(
@@ -314,7 +314,7 @@ def _resolve_stages(
 
 
 def _resolve_quantization(method: str | None, checkpoint: Checkpoint) -> str | None:
-    """Return the requested method or the checkpoint's. `none` dequantizes a GGUF file."""
+    """Return the requested quantization method or that of the checkpoint. `none` dequantizes a GGUF file."""
     if checkpoint.format != "gguf":
         quant = choose_quant(method, checkpoint.quant)
         return None if quant is None else quant.method
@@ -351,7 +351,7 @@ def _resolve_model(
         "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,
         "batch_invariant": resolve_batch_invariant(checkpoint.facts, machine, values, env, pools=pools),
     }
-    if checkpoint.facts.borrowed is not None:  # its code may not be capturable as a CUDA graph
+    if checkpoint.facts.borrowed is not None:  # code of transformers may not be capturable as a CUDA graph
         resolved["enforce_eager"] = True
     return ModelSection(**{**_section_args("model", values), **resolved})
 
@@ -372,7 +372,7 @@ def _resolve_dtype(dtype: str, checkpoint: Checkpoint, machine: Machine, *, pool
         return dtype
     if checkpoint.facts.architecture in _OVERFLOWS_FLOAT16:
         return "bfloat16" if machine.bf16 else "float32"
-    # Embeddings are compared element by element: precision matters more than range.
+    # Embeddings are compared element by element: precision matters more than range, hence float16.
     wanted = stored if stored != "float32" else "float16" if pools else "bfloat16"
     return wanted if native[wanted] else "float16"
 
@@ -420,7 +420,7 @@ def _resolve_attention(values: Mapping[str, Any], env: Env) -> AttentionSection:
 
 
 def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:
-    """Return the default tokens per step and the default number of running requests."""
+    """Return the default number of tokens per step and the default number of running requests."""
     if usage not in CPU_BUDGETS:
         return 2048, 128
     if machine.device == "cpu":

@@ -1,4 +1,4 @@
-"""Settings from environment variables, read once."""
+"""Settings from environment variables."""
 
 import re
 from collections.abc import Mapping
@@ -68,11 +68,11 @@ class MediaEnv:
     audio_fetch_timeout: float = 10.0
     """Seconds to fetch one audio file."""
     media_fetch_max_retries: int = 3
-    """Attempts to fetch a media item after the first one failed."""
+    """Further attempts to fetch a media item after the first attempt failed."""
     media_url_allow_redirects: bool = True
     """Follow redirects of media urls."""
     media_loading_thread_count: int = 8
-    """Decoding threads per API process."""
+    """Number of decoding threads per API server process."""
     media_max_mb: float = 256.0
     """MiB of one item, as sent or fetched, and of all items of a request. All requests in flight may hold
     four times as much, and so may all concurrent decoding; other requests wait."""
@@ -99,17 +99,17 @@ class KVEnv:
     kv_events_use_int_block_hashes: bool = True
     """KV events name a block by the last 64 bits of its hash, as a number; off: by all 32 bytes."""
     nixl_side_channel_host: str = "localhost"
-    """Address at which other engines read the prefixes that this one has computed."""
+    """Address at which other engines read the prefixes that this engine has computed."""
     nixl_side_channel_port: int = 5600
-    """Port for that; data-parallel ranks add theirs to it."""
+    """Port at that address; each data-parallel rank adds its number to the port."""
     nixl_abort_request_timeout: float = 480.0
-    """Seconds after which a prefix that was not read is dropped."""
+    """Seconds after which a prefix that no engine has read is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """Settings from environment variables. Each is read as QUIRE_NAME, then as VLLM_NAME, also those in
-    groups."""
+    """Settings from environment variables. Each field, also of the groups, is read from QUIRE_NAME, or else
+    from VLLM_NAME."""
 
     cache_root: Path
     """Folder of downloaded models and compiled kernels."""
@@ -217,7 +217,7 @@ _SPECIAL_PARSERS: dict[str, Any] = {
     "plugins": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
 }
 _MAY_BE_EMPTY = ("plugins",)
-"""Variables with a meaning if they are empty; others are then read as unset."""
+"""Variables with a meaning if they are empty; other empty variables are read as unset."""
 _GROUPS: dict[str, tuple[type, str]] = {
     "responses_store": (StoreLimits, "responses_store_"),
     "adapters": (AdapterEnv, ""),
@@ -225,7 +225,7 @@ _GROUPS: dict[str, tuple[type, str]] = {
     "timeouts": (TimeoutEnv, ""),
     "kv": (KVEnv, ""),
 }
-"""Fields that consist of several variables, and the prefix of these variables' names."""
+"""Fields that consist of several variables: their class, and the prefix of the variables' names."""
 
 
 def _env_kinds() -> dict[str, Any]:
@@ -245,7 +245,7 @@ _REPLACED = {"VLLM_USE_DEEP_GEMM": "block FP8 always uses Quire's own kernel"}
 
 
 def warn_unknown(environ: Mapping[str, str]) -> None:
-    """Warn once about each variable with one of our prefixes that is not read."""
+    """Warn once about each variable with a prefix of `PREFIXES` that Quire does not read."""
     known = {f"{prefix}_{name.upper()}" for prefix in PREFIXES for name in _ENV_KINDS}
     for name in sorted(environ.keys() - known):
         if not environ[name] or name.partition("_")[0] not in PREFIXES or name.startswith("QUIRE_TEST_"):

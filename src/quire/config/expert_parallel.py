@@ -32,7 +32,7 @@ _VLLM_BACKENDS = {
         SEND,
     ),
 }
-"""Backends of vLLM, and the one that is used instead."""
+"""Backends of vLLM, with the backend of Quire that is used instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Eplb:
     step_interval: int = 3000
     """Steps between rebalancings."""
     num_redundant_experts: int = 0
-    """Expert slots beyond one per expert, over all devices."""
+    """Number of expert slots beyond one per expert, over all devices."""
     use_async: bool = True
-    """Whether to move one layer at a time between steps; otherwise all at once."""
+    """Whether to move one layer at a time between steps; otherwise all layers move at once."""
     log_balancedness: bool = False
     """Whether to log the balance of the load at each rebalancing."""
 
@@ -73,24 +73,26 @@ def ep_size(parallel: ParallelSection) -> int:
 
 
 def steps_together(parallel: ParallelSection) -> bool:
-    """Return whether engines must run every step together, since each has experts for the others' tokens."""
+    """Return whether engines must run every step together, since each has experts for tokens of the
+    others."""
     return parallel.enable_expert_parallel and parallel.data_parallel_size > 1
 
 
 def process_group_address(parallel: ParallelSection) -> str:
-    """Return the address of the process group of all devices of such engines."""
+    """Return the address of the process group over all devices of engines that step together."""
     return f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port + 1}"
 
 
 def step_sync_address(parallel: ParallelSection) -> str:
-    """Return the address where such engines synchronize their steps with the first one."""
+    """Return the address at which engines that step together synchronize their steps with the first
+    engine."""
     return f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port + 2}"
 
 
 def with_experts(
     parallel: ParallelSection, facts: ArchFacts, args: dict[str, Any], *, pools: bool
 ) -> ParallelSection:
-    """Return the settings with Quire's backend names; raise if the model does not support them."""
+    """Return the settings with Quire's backend names and ports; raise if the model does not support them."""
     parallel = replace(parallel, all2all_backend=_resolve_backend(parallel.all2all_backend))
     eplb = Eplb.of(parallel)
     if not parallel.enable_expert_parallel:

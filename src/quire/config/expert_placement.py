@@ -15,7 +15,8 @@ class Placement(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Return the slots of the device with the most; a slot's global number is rank * num_slots + slot."""
+        """Return the largest number of slots of a device; a slot's global number is rank * num_slots +
+        slot."""
         return max(map(len, self.by_rank))
 
     def replicas(self, num_experts: int) -> list[list[int]]:
@@ -30,8 +31,9 @@ class Placement(NamedTuple):
 def initial_placement(
     num_experts: int, num_ranks: int, strategy: Strategy = "linear", num_redundant: int = 0
 ) -> Placement:
-    """Build the initial placement: consecutive experts (the first devices get one more if needed), or every
-    n-th. The redundant ones replicate the first experts."""
+    """Build the initial placement. With `linear`, a device gets consecutive experts (the first devices get
+    one more if needed); with `round_robin`, every n-th expert. Redundant slots replicate the first
+    experts."""
     total = num_experts + num_redundant
     assert num_ranks <= total and num_redundant <= num_experts * (num_ranks - 1)
     if strategy == "round_robin":
@@ -51,9 +53,9 @@ def balance(
 ) -> Placement:
     """Return a placement with greedily balanced load.
 
-    The heaviest experts get replicas in the remaining slots. Then all are assigned, the heaviest first, to
-    the device with the least load. `before` is returned if the result is no better. An expert that stays on a
-    device keeps its slot.
+    The experts with the most load get replicas in the remaining slots. Then all replicas are assigned, the
+    heaviest first, to the device with the least load. `before` is returned if the result is no better. An
+    expert that stays on a device keeps its slot.
     """
     shares = [float(load) for load in loads]
     counts = [1] * len(loads)
@@ -79,7 +81,7 @@ def _assign(shares: list[float], counts: list[int], num_ranks: int) -> list[list
     num_slots = sum(counts) // num_ranks
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
-    # Experts with a replica on every device come first, then the heaviest.
+    # Experts with a replica on every device come first, then the experts with the most load.
     order = sorted(range(len(shares)), key=lambda expert: (counts[expert] < num_ranks, -shares[expert]))
     for expert in order:
         free = sorted(
@@ -95,8 +97,8 @@ def _assign(shares: list[float], counts: list[int], num_ranks: int) -> list[list
 
 
 def _make_room(expert: int, owned: list[list[int]], num_slots: int) -> None:
-    """Place one more replica if all devices with free slots have one: another expert moves from a full
-    device."""
+    """Place one more replica of `expert` if all devices with free slots already have one: the replica
+    replaces another expert of a full device, which moves to a free slot."""
     target = next(rank for rank, experts in enumerate(owned) if len(experts) < num_slots)
     for experts in owned:
         if expert not in experts:
@@ -117,7 +119,8 @@ def _keep_slots(after: Placement, before: Placement) -> Placement:
 
 
 def imbalance(placement: Placement, loads: Sequence[float]) -> float:
-    """Return the load of the busiest device over the mean; replicas share an expert's load equally."""
+    """Return the load of the busiest device divided by the mean load; replicas share an expert's load
+    equally."""
     counts = [len(places) for places in placement.replicas(len(loads))]
     by_rank = [sum(loads[expert] / counts[expert] for expert in experts) for experts in placement.by_rank]
     mean = sum(by_rank) / len(by_rank)
@@ -125,7 +128,7 @@ def imbalance(placement: Placement, loads: Sequence[float]) -> float:
 
 
 class Move(NamedTuple):
-    """A copy of an expert's weights from one slot to another."""
+    """A copy of an expert's weights from one slot to another; `source` and `target` are device ranks."""
 
     source: int
     source_slot: int
@@ -134,8 +137,8 @@ class Move(NamedTuple):
 
 
 def copies_between(before: Placement, after: Placement) -> list[Move]:
-    """Return the copies to make, by target. Each comes from the target itself if it has the expert, else from
-    one of the devices that have it, spread over them."""
+    """Return the copies of expert weights from `before` to `after`, ordered by target. The source is a slot
+    of the target itself if there is one, else a device that has the expert, chosen by the target's rank."""
     slots_of: dict[int, list[tuple[int, int]]] = {}
     for rank, experts in enumerate(before.by_rank):
         for slot, expert in enumerate(experts):

@@ -1,4 +1,4 @@
-"""Classes of the operator that run inside of the engine: their settings, and their import."""
+"""User-defined classes that run inside the engine: their settings, and their import."""
 
 import importlib
 import re
@@ -59,7 +59,8 @@ def _path_of(entry: Any) -> Any:
 def extension_section(
     values: Mapping[str, Any], pooling: object, speculation: object, logprobs_mode: str
 ) -> ExtensionSection:
-    """Check the settings. `pooling` and `speculation` are None for an engine without them."""
+    """Build and check the section. `pooling` and `speculation` are None for an engine without that
+    feature."""
     section = ExtensionSection(**values)
     for path in section.logits_processors:
         if not _PATH.fullmatch(path):
@@ -106,8 +107,8 @@ def _check_transfer(settings: Mapping[str, Any]) -> None:
 
 
 def with_installed(section: ExtensionSection, pooling: object, speculation: object) -> ExtensionSection:
-    """Return the section with the logits processors of installed packages in front, if the engine can use
-    them."""
+    """Return the section with the logits processors of installed packages in front. Engines that pool or
+    speculate ignore these, with a warning."""
     installed = installed_processors()
     if installed and (pooling is not None or speculation is not None):
         feature = "speculative decoding" if pooling is None else "a pooling model"
@@ -117,7 +118,8 @@ def with_installed(section: ExtensionSection, pooling: object, speculation: obje
 
 
 def load_class(path: str, setting: str) -> type:
-    """Import a class by `module:Class` or `module.Class`. It may import names of vLLM, which are Quire's."""
+    """Import a class by `module:Class` or `module.Class`. Its module may import names of `vllm`, which are
+    then Quire's classes unless vLLM itself is imported."""
     if path in _CLASSES:
         return _CLASSES[path]
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")

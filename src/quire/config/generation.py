@@ -1,4 +1,4 @@
-"""Default sampling parameters of requests: the model's, and the user's overrides."""
+"""Default sampling parameters of requests: those of the model, and the user's overrides."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ _FIRST_KEY, _HEADS_KEY = "max_initial_timestamp_index", "alignment_heads"
 
 
 def suppressed_tokens(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
-    """Return the suppressed tokens of speech-to-text models: those of any position, and those of the
-    first."""
+    """Return the tokens that a speech-to-text model must not generate: at any position, and at the first
+    position. Both are empty for other models."""
     media, vocab = config.checkpoint.facts.media, config.checkpoint.facts.vocab
     if media is None or not media.transcribes:
         return (), ()
@@ -36,14 +36,14 @@ def suppressed_tokens(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
 
 
 def max_initial_timestamp(config: EngineConfig) -> int | None:
-    """Return the latest timestamp index that a transcription may begin with; None: any."""
+    """Return the latest timestamp index that a transcription may begin with; None for no limit."""
     index = _merge_generation(config).get(_FIRST_KEY)
     return index if isinstance(index, int) and index >= 0 else None
 
 
 def alignment_heads(config: EngineConfig) -> list[tuple[int, int]]:
-    """Return the attention heads for word timestamps, as layer and head: the checkpoint's, or all heads of
-    the upper half of the layers, as in OpenAI's Whisper."""
+    """Return the attention heads for word timestamps as (layer, head) pairs. The default is all heads of the
+    upper half of the layers, as in OpenAI's Whisper."""
     facts, named = config.checkpoint.facts, _merge_generation(config).get(_HEADS_KEY)
     num_layers = len(facts.layers)
     if not named:

@@ -27,16 +27,16 @@ class KVEventSettings:
     buffer_steps: int = 10_000
     """Batches that are kept for replay."""
     hwm: int = 100_000
-    """Messages that are queued for a slow subscriber; it misses those beyond. 0: no limit."""
+    """Most messages that are queued for a slow subscriber; further messages are dropped. 0: no limit."""
     max_queue_size: int = 100_000
-    """Batches that wait for the publishing thread; those beyond are dropped."""
+    """Most batches that wait for the publishing thread; further batches are dropped."""
     topic: str = ""
     encoding: str = "map"
     """How an event is encoded: as a map with its type, or as an array, as in vLLM before 0.24."""
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "KVEventSettings | None":
-        """Validate the settings; None: there are no events."""
+        """Validate the settings; return None if KV events are off."""
         known = ["enable_kv_cache_events", "publisher", *(item.name for item in fields(KVEventSettings))]
         for name, value in config.items():
             if name not in known:
@@ -100,12 +100,12 @@ def _is_endpoint(value: Any) -> bool:
 
 
 def _port_of(endpoint: str) -> str:
-    """Return the TCP port of an endpoint, or all of it."""
+    """Return the port of a TCP endpoint, or the whole endpoint of another kind."""
     return parts[2] if (parts := _TCP.match(endpoint)) else endpoint
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Return the endpoint of a data-parallel rank."""
+    """Return the endpoint of a data-parallel rank: ranks above 0 add their number to the port or the name."""
     if rank == 0:
         return endpoint
     if endpoint.startswith("inproc://"):

@@ -1,5 +1,4 @@
-"""The settings and files that the contents of KV cache entries depend on, beside tokens, adapter, media and
-salt."""
+"""The settings and files that the contents of KV cache entries depend on, apart from the prompt."""
 
 import hashlib
 from pathlib import Path
@@ -10,13 +9,13 @@ from quire.version import __version__ as VERSION
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _WHOLE_BYTES = 16 << 20
-"""Files up to this size are compared in full; of larger ones a sample of each MiB."""
+"""Files of up to this many bytes are compared in full; of larger files, a sample of each MiB is compared."""
 _STRIDE, _SAMPLE_BYTES = 1 << 20, 4 << 10
 
 
 def cache_identity(config: EngineConfig) -> dict[str, Any]:
-    """Return the settings that the contents and the layout of cache entries depend on, without the files of
-    weights."""
+    """Return the settings that the contents and the layout of cache entries depend on. The contents of weight
+    files are not included."""
     parallel = config.parallel
     return {
         "version": VERSION,
@@ -39,7 +38,7 @@ def cache_identity(config: EngineConfig) -> dict[str, Any]:
 
 
 def transfer_layout(config: EngineConfig) -> dict[str, str]:
-    """Return what two engines must have in common to exchange entries, each as a short text.
+    """Return the settings that must be equal in two engines that exchange entries, each as a short text.
 
     Paths of the model may differ. Weights are compared by the sizes of their files and samples of their
     contents."""
@@ -61,7 +60,7 @@ def layout_digest(layout: dict[str, str]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value as a text, or its digest if that is long."""
+    """Return a value as a text, or a digest of the text if it has more than 40 characters."""
     text = str(value)
     return text if len(text) <= 40 else hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -78,7 +77,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _contents(path: Path) -> str:
-    """Return the digest of the weight files at a path."""
+    """Return a digest of the names, sizes and contents of the weight files at a path."""
     files = [file for file in weight_files(path) if file.suffix != ".json"]
     digest = hashlib.sha256()
     for file in files:

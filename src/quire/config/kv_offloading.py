@@ -17,9 +17,10 @@ _CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _DEFAULT_PART = 10
 _DEFAULT_BYTES = 16 << 30
-"""The default tier has a tenth of the free host memory, and at most this for each device."""
+"""Bound of the default tier in bytes per device; the default is a tenth (`_DEFAULT_PART`) of the free host
+memory."""
 _SIMPLE_BYTES = 8 << 30
-"""Default of cpu_bytes_to_use in vLLM's SimpleCPUOffloadConnector."""
+"""Default of cpu_bytes_to_use in vLLM's SimpleCPUOffloadConnector, in bytes."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "spec_name": ("CPUOffloadingSpec", "TieringOffloadingSpec"),
     "eviction_policy": ("lru",),
@@ -28,7 +29,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "canonical_layout": (False,),
     "kv_offload_backend": ("cpu", "disk"),
 }
-"""Keys of kv_connector_extra_config with the values that Quire has."""
+"""Keys of kv_connector_extra_config with the values that Quire supports."""
 _WITHOUT_EFFECT = (
     *("block_size", "blocks_per_chunk", "max_tracker_size", "offload_prompt_only", "lazy_offload"),
     *("disk_buffer_slots", "use_page_cache"),
@@ -37,16 +38,16 @@ _SIZES = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_path", "disk_ca
 
 
 def default_host_bytes(free: int, cache_bytes: int, *, num_devices: int, num_engines: int) -> int:
-    """Return the size of the tier in host memory if none is given. `cache_bytes` and `num_devices` are those
-    of one of the engines on this host."""
+    """Return the default size in bytes of an engine's tier in host memory. `free` is the free host memory,
+    which `num_engines` engines share; `cache_bytes` and `num_devices` are those of one engine."""
     return min(free // _DEFAULT_PART // num_engines, _DEFAULT_BYTES * num_devices, cache_bytes)
 
 
 def resolve_offloading(
     args: Mapping[str, Any], specs: Sequence[CacheSpec | None], machine: Machine, *, by_default: bool = True
 ) -> dict[str, Any]:
-    """Return the cache settings without tiers that this model or device cannot have. `by_default`: whether
-    there is one in host memory if its size is not given."""
+    """Return the cache settings without the tiers that this model or device does not support. If `by_default`
+    is False, a tier in host memory without a given size is off."""
     values = dict(args)
     if values.get("kv_offloading_size") is None and (machine.device == "cpu" or not by_default):
         values["kv_offloading_size"] = 0.0
@@ -115,7 +116,7 @@ def offloading_of(config: Any, others: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise for keys and values that Quire does not have."""
+    """Raise for keys and values that Quire does not support."""
     known = (*_SIZES, *_ALLOWED, *_WITHOUT_EFFECT, "secondary_tiers")
     for name, value in extra.items():
         if name not in known:

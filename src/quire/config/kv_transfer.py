@@ -12,7 +12,8 @@ from quire.config.sections import CacheSection, ParallelSection
 from quire.errors import ConfigError, nearest
 
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
-"""Connectors of vLLM. Quire has their protocol with clients; the bytes move over its own connections."""
+"""Connectors of vLLM. Quire implements their protocol with clients, but moves KV cache entries over its own
+connections."""
 _KNOWN = (
     *("kv_connector", "kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy"),
     *("kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port"),
@@ -23,7 +24,7 @@ _EXTRA = (
     *("kv_recompute_threshold", "decoder_kv_blocks_ttl", "engine_ttl", "enforce_handshake_compat"),
 )
 _ONLY = {"bidirectional_kv_xfer": False, "enforce_handshake_compat": True}
-"""Keys of kv_connector_extra_config with the only value that Quire has."""
+"""Keys of kv_connector_extra_config with the only value that Quire supports."""
 _POLICIES = ("recompute", "fail")
 _ENGINE_ID = re.compile(r"\w[\w.-]{0,127}")
 _LAST_PORT = 65535
@@ -31,14 +32,14 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """Role and peers of an engine that exchanges prefixes with others."""
+    """Role and peers of an engine that exchanges prefixes with other engines."""
 
     role: str
     engine_id: str | None = None
     fails: bool = False
-    """Whether a request fails if its prefix cannot be loaded, instead of being computed here."""
+    """Whether a request fails if its prefix cannot be loaded; otherwise this engine computes the prefix."""
     peers: tuple[tuple[str, int | None], ...] = ()
-    """Hosts and ports that prefixes may be loaded from; None: any port of the host."""
+    """Hosts and ports that prefixes may be loaded from; a port of None means any port of the host."""
     load_timeout: float = 30.0
     """Most seconds to load a prefix."""
 
@@ -52,7 +53,7 @@ class TransferSettings:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "TransferSettings | None":
-        """Validate the settings; None: nothing is exchanged."""
+        """Validate the settings; return None if the engine exchanges no prefixes."""
         if not config:
             return None
         _check_keys("kv_transfer_config", config, _KNOWN)
@@ -114,8 +115,8 @@ def _peer(text: str) -> tuple[str, int | None]:
 
 
 def transfer_of(config: Any) -> dict[str, Any]:
-    """Translate vLLM's kv_transfer_config: that of offloading becomes flags of the lower tiers, and that of
-    prefill and decode in different engines stays as it is."""
+    """Translate vLLM's kv_transfer_config: a connector for offloading becomes the flags of lower tiers; a
+    connector for prefill and decode in different engines stays as it is."""
     if isinstance(config, dict) and config.get("kv_connector") is None:
         return {"kv_transfer_config": {}}
     if not isinstance(config, dict) or config["kv_connector"] not in CONNECTORS:

@@ -21,7 +21,8 @@ FIXED_WEIGHTS = (
 def load_section(
     args: dict[str, Any], facts: ArchFacts, parallel: ParallelSection, machine: Machine
 ) -> LoadSection:
-    """Build the section from the user's settings. Raise if layers cannot be offloaded."""
+    """Build the section from the user's settings. Raise if `cpu_offload_gb` is not supported for the
+    model."""
     section = LoadSection(**args)
     size = section.cpu_offload_gb
     if not size:
@@ -45,7 +46,8 @@ def load_section(
 
 
 def has_fixed_weights(checkpoint: Checkpoint, load: LoadSection) -> bool:
-    """Whether the format of the weights or how they are loaded excludes updates of a running model."""
+    """Whether the weights of a running model cannot be updated, because of their format or how they are
+    loaded."""
     is_fixed = checkpoint.format == "gguf" or load.load_format == "sharded_state"
     return is_fixed or bool(load.cpu_offload_gb) or checkpoint.facts.borrowed is not None
 

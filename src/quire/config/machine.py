@@ -13,7 +13,8 @@ class Machine:
     """Product name of the device."""
     num_devices: int
     total_bytes: int
-    """Memory of one device; for `cpu` what this process may use (cgroup limits respected)."""
+    """Bytes of memory of one device; for `cpu`, of the memory that this process may use (cgroup limits
+    respected)."""
     free_bytes: int
     num_cores: int
     """CPU cores available to this process (affinity and cgroup quota respected)."""

@@ -8,15 +8,15 @@ from quire.config.sections import MultimodalSection, ParallelSection
 from quire.errors import ConfigError
 
 CacheKind = Literal["off", "processor", "shared", "replicated", "shm"]
-"""Location of the cache. off: none; processor: in each API process; shared: in memory of all API processes;
-replicated: keys in the API process and values in the engine; shm: keys in the API process and values in
-memory that all workers share."""
+"""Location of the cache. off: no cache; processor: in each API server process; shared: in memory that all API
+server processes share; replicated: keys in the API server process and values in the engine; shm: keys in the
+API server process and values in memory that all workers share."""
 
 
 def cache_kind(
     section: MultimodalSection, parallel: ParallelSection, *, num_api: int, num_engines: int
 ) -> CacheKind:
-    """Return the kind for `num_api` API processes, each connected to `num_engines` engines."""
+    """Return the kind for `num_api` API server processes, each connected to `num_engines` engines."""
     if section.mm_processor_cache_gb <= 0:
         return "off"
     if num_api > 1 and sys.platform == "linux":
@@ -30,7 +30,7 @@ def cache_kind(
 def engine_holds_values(
     section: MultimodalSection, parallel: ParallelSection, *, num_api: int, num_engines: int
 ) -> bool:
-    """Return whether the engine holds the values for its API process."""
+    """Return whether the engine core holds the cached values for its API server process."""
     return cache_kind(section, parallel, num_api=num_api, num_engines=num_engines) == "replicated"
 
 
@@ -47,7 +47,7 @@ def _shares_memory(parallel: ParallelSection) -> bool:
 
 
 def max_object_bytes(section: MultimodalSection) -> int:
-    """Return the largest size of an item in shared memory."""
+    """Return the largest size in bytes of an item that is cached in shared memory."""
     return section.mm_shm_cache_max_object_size_mb << 20
 
 

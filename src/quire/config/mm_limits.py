@@ -19,7 +19,7 @@ _WITHOUT_CROSS_ATTENTION: dict[str, Any] = {
 
 
 def limits_of(limits: Mapping[str, Any] | None, *, language_model_only: bool) -> dict[str, int]:
-    """Return the limit of each modality in limit_mm_per_prompt."""
+    """Validate limit_mm_per_prompt, and return the most items of each modality in a prompt."""
     limits = limits or {}
     for name in limits:
         if name not in MODALITIES:
@@ -41,7 +41,7 @@ def _check_limit(name: str, value: object) -> int:
 
 
 def drop_unused_encoder(facts: ArchFacts, limits: Mapping[str, int]) -> ArchFacts:
-    """Return the model without its encoder if no prompt may have items for it."""
+    """Return the model without its media encoder if the limits of all its modalities are 0."""
     if facts.media is None or any(limits[name] for name in facts.media.modalities):
         return facts
     if facts.media.num_cross_states:

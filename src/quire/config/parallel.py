@@ -1,4 +1,4 @@
-"""Ranks: the part of the model that each worker process has."""
+"""Ranks and pipeline stages: the part of the model that each worker process has."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,7 +7,7 @@ from quire.errors import ConfigError
 
 
 class ParallelSizes(Protocol):
-    """Number of workers of an engine."""
+    """Number of workers of an engine, as tensor-parallel ranks per stage and pipeline stages."""
 
     @property
     def tensor_parallel_size(self) -> int: ...
@@ -25,7 +25,8 @@ class Rank:
 
     @staticmethod
     def of(index: int, sizes: ParallelSizes) -> "Rank":
-        """Return the worker of this global index: tensor-parallel ranks are consecutive, then stages."""
+        """Return the rank of the worker with this global index: tensor-parallel ranks are consecutive, then
+        stages, then data-parallel ranks."""
         rest, tp = divmod(index, sizes.tensor_parallel_size)
         dp, pp = divmod(rest, sizes.pipeline_parallel_size)
         return Rank(dp, pp, tp)
@@ -36,7 +37,7 @@ class Rank:
 
 def stage_layers(num_layers: int, num_stages: int, partition: str = "") -> list[range]:
     """Return the layers of each stage, by `partition` ("8,8,6") or evenly. Remaining layers go to the stages
-    before the last, from the end, since the last stage also has the output head."""
+    before the last stage, from the end, since the last stage also has the output head."""
     counts = _parse_partition(partition, num_layers, num_stages) if partition else []
     if not counts:
         if num_layers < num_stages:
@@ -76,12 +77,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Return whether it has the embedding."""
+        """Return whether the stage has the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether it has the final norm and the output head."""
+        """Return whether the stage has the final norm and the output head."""
         return self.number == self.count - 1
 
     def layers(self, num_layers: int) -> range:

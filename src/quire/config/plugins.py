@@ -28,15 +28,15 @@ _NO_EFFECT = {
 }
 """Groups of vLLM that are not loaded, with the reason or the remedy."""
 _BUILT_IN = ("lora_filesystem_resolver", "lora_hf_hub_resolver")
-"""Plugins of vLLM itself that Quire has without a plugin."""
+"""Plugins of vLLM itself that Quire replaces by built-in features."""
 
 
 @functools.cache
 def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Load the installed plugins, once per process, and return the names of those that failed.
 
-    A child process passes the failed ones of its parent as `broken`: it leaves them out, too, and does not
-    report the others again."""
+    A child process passes the failed plugins of its parent as `broken`: they are left out, and the other
+    plugins are not reported again. `broken` is None in the first process."""
     allowed = Env.read(os.environ).plugins
     if allowed == () or not (_declares_plugins() or allowed):
         return ()
@@ -89,8 +89,8 @@ def _call(entry: "EntryPoint", *, first: bool) -> None:
 
 
 def _selected(entries: "list[EntryPoint]") -> "dict[str, EntryPoint]":
-    """Return the plugins to call by name. If a package has the same name for Quire and for vLLM, that for
-    Quire is called."""
+    """Return the plugins to call, by name. If the same name is registered for Quire and for vLLM, the plugin
+    for Quire is called."""
     ranked = sorted((entry for entry in entries if entry.group in (GROUP, VLLM_GROUP)), key=_rank)
     selected: dict[str, EntryPoint] = {}
     for entry in ranked:

@@ -24,7 +24,7 @@ _NO_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
-    """A recording of torch's profiler: its directory and options."""
+    """Directory and options of the traces that torch's profiler records."""
 
     torch_profiler_dir: str
     torch_profiler_with_stack: bool = False
@@ -35,7 +35,7 @@ class Profiling:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "Profiling | None":
-        """Validate the settings; None: profiling is disabled."""
+        """Validate the settings; return None if profiling is disabled."""
         values = dict(config)
         kind = values.pop("profiler", None)
         for name in values.keys() & _NO_EFFECT:

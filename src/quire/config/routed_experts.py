@@ -18,7 +18,7 @@ def check_routed_experts(
     *,
     pools: bool,
 ) -> None:
-    """Raise if experts shall be returned and cannot be."""
+    """Raise if `enable_return_routed_experts` is set, and the model or a setting does not support it."""
     if not values.get("enable_return_routed_experts"):
         return
     specs = cache_specs(facts)

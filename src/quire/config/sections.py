@@ -93,7 +93,7 @@ class ModelSection:
     """Longest sequence, prompt and output together. Default: the checkpoint's maximum. `auto` or -1: as much
     of that as fits in the KV cache."""
     auto_fit: Annotated[bool, FieldRule(derived=True)] = False
-    """Whether the worker may shorten max_model_len until one sequence fits in the KV cache."""
+    """Whether the worker may lower max_model_len until one sequence fits in the KV cache."""
     quantization: Annotated[str | None, FieldRule(short="-q")] = None
     """Format of the weights. Default: the checkpoint's. The quantized blocks of a GGUF file are used as they
     are (`gguf`), or dequantized to dtype (`none`)."""
@@ -245,7 +245,7 @@ class SchedulerSection:
 
     @property
     def max_chunk(self) -> int:
-        """Return the most tokens that one request gets in a step."""
+        """Return the most tokens that a step computes for one request."""
         bounds = (self.max_num_scheduled_tokens, self.long_prefill_token_threshold)
         return min(bound for bound in bounds if bound)
 

@@ -25,7 +25,7 @@ IGNORED = (
 """Keys without effect: accepted, with one warning."""
 _SHORT_SETTINGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 _LENGTH_KEYS = ("n_predict", "num_lookahead_tokens", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Keys in a draft's config.json for the number of tokens that it was trained for."""
+"""Keys in the config.json of a draft model for the number of draft tokens that it was trained for."""
 
 _KIND_KEYS = ("architectures", "model_type", "speculators_model_type")
 
@@ -39,7 +39,7 @@ class SpecFacts:
     num_speculative_tokens: Annotated[int, FieldRule(at_least=1)]
     """Most draft tokens of a request in a step."""
     model: str | None = None
-    """The draft model."""
+    """Directory or hub id of the draft model."""
     revision: str | None = None
     quantization: str | None = None
     max_model_len: Annotated[int | None, FieldRule(at_least=1)] = None
@@ -49,7 +49,7 @@ class SpecFacts:
     attention_backend: str | None = None
     kv_cache_dtype: str | None = None
     prompt_lookup_min: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Smallest n-gram to look up in the prompt."""
+    """Smallest number of tokens to look up in the prompt."""
     prompt_lookup_max: Annotated[int | None, FieldRule(at_least=1)] = None
     num_speculative_tokens_per_batch_size: Annotated[
         tuple[tuple[int, int, int], ...], FieldRule(derived=True)
@@ -61,7 +61,7 @@ class SpecFacts:
     rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
     """`synthetic`: draft tokens are accepted at given rates, regardless of their values; for benchmarks."""
     synthetic_acceptance_rates: Annotated[tuple[float, ...], FieldRule(derived=True)] = ()
-    """Probability of acceptance of each draft position together with all before it."""
+    """For each draft position, probability that it and all positions before it are accepted."""
     synthetic_acceptance_length: Annotated[float | None, FieldRule(at_least=1)] = None
     """Mean accepted tokens per step, including the target's token."""
     suffix_decoding_max_tree_depth: Annotated[int, FieldRule(at_least=1)] = 24
@@ -97,7 +97,7 @@ class SpecFacts:
         return facts if facts.rejection_sample_method != "synthetic" else _add_rates(facts)
 
     def most(self, num_rows: int) -> int:
-        """Return the most draft tokens of a request in a batch of `num_rows`."""
+        """Return the most draft tokens of a request in a batch of `num_rows` requests."""
         for low, high, most in self.num_speculative_tokens_per_batch_size:
             if low <= num_rows <= high:
                 return most
@@ -170,7 +170,7 @@ def _resolve_method(known: Mapping[str, Any]) -> str | None:
 
 
 def _detect_method(draft: Mapping[str, Any]) -> str:
-    """Return the method of a draft by its config.json."""
+    """Return the drafting method that the config.json of the draft model stands for."""
     kind = " ".join(str(draft.get(name)) for name in _KIND_KEYS).lower()
     return next((method for method in ("eagle3", "eagle", "mtp", "medusa") if method in kind), "draft_model")
 
@@ -242,8 +242,8 @@ def _check_facts(facts: SpecFacts, max_model_len: int, tensor_parallel_size: int
 
 
 def _add_rates(facts: SpecFacts) -> SpecFacts:
-    """Return facts with acceptance rates. If only a mean length is set, all positions have the same
-    acceptance probability."""
+    """Return the settings with acceptance rates. If only a mean length is set, each draft token is accepted
+    with the same probability after its predecessors."""
     length, num_tokens = facts.synthetic_acceptance_length, facts.num_speculative_tokens
     if (length is None) == (not facts.synthetic_acceptance_rates):
         raise ConfigError(

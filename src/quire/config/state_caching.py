@@ -14,8 +14,8 @@ logger = get_logger(__name__)
 
 _NAMES = ("mamba_cache_mode", "mamba_block_size", "prefix_cache_retention_interval")
 _BLOCK_SIZES = {"align": 64, "all": 512}
-"""Default of mamba_block_size. A multiple of 64 divides no chunk of the scan kernels, and shorter prompts
-need no additional step."""
+"""Default of mamba_block_size in tokens, by mamba_cache_mode. Multiples of 64 never split a chunk of the scan
+kernels, and shorter prompts need no additional step."""
 
 _MAX_OWN_CACHES = 16
 """Default of max_num_seqs with transformers' own cache, which computes one sequence at a time."""
@@ -24,8 +24,8 @@ _MAX_OWN_CACHES = 16
 def resolve_state_caching(
     args: Mapping[str, Any], specs: Sequence[CacheSpec | None], block_size: int, off_reason: str = ""
 ) -> dict[str, Any]:
-    """Return the cache settings with those of state checkpoints. `specs` are the caches of the model's
-    layers; `off_reason` is the setting that no checkpoint works with, if there is one."""
+    """Return the cache settings, with those of SSM state checkpoints resolved. `specs` are the caches of the
+    model's layers; `off_reason` names a setting that excludes checkpoints, and is empty without one."""
     if not has_ssm_state(specs):
         return _without_states(args, specs)
     is_hybrid = any(spec is not None and spec.is_paged for spec in specs)
@@ -58,8 +58,8 @@ def resolve_state_caching(
 
 
 def resolve_own_cache(values: dict[str, Any], facts: ArchFacts) -> dict[str, Any]:
-    """Return the settings of a model with transformers' cache of each sequence: without prefix caching, and
-    with few running requests, since their caches are outside of the planned memory."""
+    """Adjust the settings of a model that uses transformers' own cache: prefix caching is off, and few
+    requests run at once, since their caches are outside the planned memory."""
     if facts.borrowed is None or not facts.borrowed.own_cache:
         return values
     if values.get("speculative_config"):
@@ -73,7 +73,7 @@ def resolve_own_cache(values: dict[str, Any], facts: ArchFacts) -> dict[str, Any
 
 
 def _without_states(args: Mapping[str, Any], specs: Sequence[CacheSpec | None]) -> dict[str, Any]:
-    """Return the settings of a model without states."""
+    """Return the settings of a model without SSM states."""
     interval = args.get("prefix_cache_retention_interval")
     if interval and not any(spec is not None and spec.window for spec in specs):
         raise ConfigError(
@@ -94,7 +94,7 @@ def limit_seqs_for_states(
     default: int,
     num_states: int,
 ) -> dict[str, Any]:
-    """Limit the default max_num_seqs of a model with SSM states, so that the states, `num_states` of a row,
+    """Limit the default max_num_seqs of a model with SSM states, so that the states (`num_states` per row)
     leave most memory to weights and KV cache. `specs` are the caches of the layers on one device. Raise if
     the states of max_num_seqs requests exceed the memory."""
     per_row = row_bytes(specs, DTYPE_BYTES[cache.kv_cache_dtype], num_states)

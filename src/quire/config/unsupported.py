@@ -62,7 +62,7 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
 _ALTERNATIVES = {
     "lora_request": "use the name of an adapter as `model`",
 }
-"""Alternatives to some of them."""
+"""Alternatives to some unsupported names, for the error message."""
 _AT_START: tuple[Place, ...] = ("engine argument", "speculative key", "server flag")
 
 

@@ -1,4 +1,4 @@
-"""Names of vLLM's arguments that Quire maps to its own or ignores."""
+"""Names of vLLM's arguments that Quire maps to its own names or ignores."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -106,7 +106,7 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "swap_space": lambda value: {"kv_offloading_size": value},
     "task": lambda value: _TASKS.get(value, {"runner": value}),
 }
-"""Names that are mapped to other fields; to none if Quire behaves that way anyway."""
+"""Names that are mapped to other fields; a name is mapped to no field if Quire behaves that way anyway."""
 
 
 REREAD: dict[str, Callable[[Any], dict[str, Any]]] = {"kv_transfer_config": transfer_of}
@@ -120,8 +120,8 @@ def other_names() -> frozenset[str]:
 
 
 def translate(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with the names of MAPPED translated; explicit settings take precedence over mapped
-    ones."""
+    """Return arguments with the names of MAPPED and the values of REREAD translated; explicit settings take
+    precedence over translated settings."""
     mappings = MAPPED | REREAD
     values = {name: value for name, value in args.items() if name not in mappings}
     sizes = (values.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))

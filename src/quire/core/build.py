@@ -29,15 +29,15 @@ from quire.text.grammar import Grammars
 log = get_logger(__name__)
 
 _LEAST_GAP = 1024
-"""Tokens between checkpoints of SSM states on a GPU. A checkpoint needs a step of its own, which takes longer
-than computing fewer tokens again."""
+"""On a GPU, number of tokens after a reused checkpoint of SSM states in which no new checkpoint is taken. A
+checkpoint needs a step of its own, which takes longer than recomputing fewer tokens."""
 
 
 def build_core(
     config: EngineConfig, grammars: Grammars | None = None, token: str | None = None
 ) -> tuple[EngineCore, CacheSize]:
-    """Start the executor, then build a scheduler over its blocks. `grammars` may be shared with the request
-    validation; `token` is the secret of engines that step together."""
+    """Start the executor, then build a scheduler over its KV blocks. `grammars` may be shared with the
+    request validation; `token` is the secret of engines that step together."""
     limit_thread_spinning()
     config = with_largest(config)
     lockstep = open_lockstep(config.parallel, token)
@@ -50,7 +50,7 @@ def build_core(
             cache = executor.start()
     except BaseException:
         if lockstep is not None:
-            lockstep.abandon()  # the others end at once, not after the timeout
+            lockstep.abandon()  # the other engines end at once, not after the timeout
         if publisher is not None:
             publisher.close()
         raise
@@ -58,7 +58,7 @@ def build_core(
     if config.speculation is not None and not config.model.logprobs_mode.startswith("raw"):
         depth = 1  # the host samples with random numbers by position
     if config.extensions.logits_processors:
-        depth = 1  # they read all earlier tokens
+        depth = 1  # logits processors read all earlier tokens of a request
     lora = config.lora
     adapters = None
     if lora.enable_lora:
@@ -166,7 +166,7 @@ def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
 
 
 def _why_no_prefixes(config: EngineConfig) -> str:
-    """Return why prefix caching is off, if it is."""
+    """Return the reason to log if prefix caching is off; it is returned even if prefix caching is on."""
     pooling, facts = config.pooling, config.checkpoint.facts
     if facts.encoder is not None:
         return "the model is an encoder"

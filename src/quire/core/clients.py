@@ -1,4 +1,4 @@
-"""The API processes on the core's socket: their messages, and the queued messages to them."""
+"""The API server processes on the core's socket: their messages, and the queued messages to them."""
 
 import time
 from collections import deque
@@ -17,11 +17,11 @@ log = get_logger(__name__)
 HIGH_WATER = 256
 """Messages that ZMQ buffers for a client. A step of a thousand rows is one message of 50 KB."""
 MAX_QUEUED_BYTES = 32 << 20
-"""Most bytes queued for a client beyond those."""
+"""Most bytes queued for a client beyond the messages that ZMQ buffers."""
 
 
 class Queue:
-    """Messages that ZMQ could not take, in order, each with the requests that end in it."""
+    """Messages that ZMQ could not take, in order, each with the ids of the requests that it ends."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -47,10 +47,10 @@ class Queue:
 
 
 class Clients:
-    """The API processes by identity, and the client of each request.
+    """The clients (API server processes) by ZMQ identity, and the client of each request.
 
-    Sending never blocks. Messages that a client does not read are queued up to a limit. Then all its requests
-    are aborted, and the next message it gets is that they ended with an error.
+    Sending never blocks. Messages that a client does not read are queued up to a limit. Beyond the limit, all
+    requests of the client are aborted, and its next message ends them with an error.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class Clients:
         self._socket.close()
 
     def wait(self, timeout_s: float, also: "zmq.Socket[bytes] | None" = None) -> None:
-        """Wait until a message arrives, here or on the other socket, or for `timeout_s`."""
+        """Wait at most `timeout_s` seconds for a message on this socket or on the socket `also`."""
         try:
             zmq.select([self._socket, *([] if also is None else [also])], [], [], timeout_s)
         except zmq.ZMQError as error:
             log.debug("Waiting for messages was interrupted: %s", error)
 
     def receive(self) -> tuple[bytes, ToCore] | None:
-        """Return the next message that has arrived, and the client that sent it.
+        """Return the client and the message that arrived next, or None if no message has arrived.
 
         Any host that reaches the address may send anything: from unknown peers only a Hello with the token is
         read, and invalid messages are skipped.
@@ -116,7 +116,7 @@ class Clients:
             self._ignore("a Hello with another token")
 
     def send(self, client: bytes, message: FromCore) -> None:
-        """Send a message after all earlier ones; at once if the client keeps up."""
+        """Send a message after all earlier messages, or queue it if the client is behind."""
         data = encode(message)
         if client not in self.queues and self._offer(client, data):
             return
@@ -134,7 +134,7 @@ class Clients:
                     self.queues.pop(client, None)
 
     def _offer(self, client: bytes, data: bytes) -> bool:
-        """Send without blocking; return whether ZMQ has taken the message or the client is gone."""
+        """Send without blocking; return False if ZMQ's buffer for the client is full."""
         try:
             self._socket.send_multipart([client, data], zmq.NOBLOCK)
         except zmq.Again:

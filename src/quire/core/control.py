@@ -40,8 +40,8 @@ def run_work(work: Work, wait: Callable[[], None]) -> Any:
 
 
 class Operator:
-    """Operations on a core. It must be paused before it sleeps; no step may run during other work of its
-    workers."""
+    """Operations on a core. The core must be paused before it sleeps; no step may run while its workers run
+    another operation."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Operator:
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """Return the methods that clients call by name. Some return `Work`, which is then to be run."""
+        """Return the methods that clients call by name. Some return `Work`, which the caller must run."""
         core = self.core
         return {
             "reset_prefix_cache": core.reset_prefix_cache,
@@ -94,7 +94,8 @@ class Operator:
         return not pause_state.is_open and is_idle and not (pause_state.drains and core.scheduler.has_work)
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> Work:
-        """Pause: admit no request, plan no step that is not needed, and wait until the core is at rest."""
+        """Pause: admit no request, and wait until the core is at rest. Mode `abort` ends all requests, `wait`
+        finishes all admitted requests, `keep` holds them until the core is resumed."""
         core = self.core
         core.pause_state.pause(mode)
         if mode == "abort":
@@ -112,12 +113,13 @@ class Operator:
             self.core.add(request)
 
     def reset_running(self, external: bool = False) -> Work:
-        """Reset the prefix cache; requests that use it restart, as after a preemption."""
+        """Reset the prefix cache; running requests are recomputed, as after a preemption. Return whether the
+        cache is empty."""
         pause_state, core = self.core.pause_state, self.core
         was_open = pause_state.is_open
         if was_open:
             pause_state.pause("keep")
-        while core.scheduler.in_flight:  # other engines may still call it into steps
+        while core.scheduler.in_flight:  # other engines may still call this engine into steps
             yield None
         core.scheduler.requeue_running()
         is_empty = core.reset_prefix_cache(external)
@@ -128,7 +130,7 @@ class Operator:
     # ---- sleep
 
     def sleep(self, level: int = 1) -> Work:
-        """Put the workers to sleep. Running requests restart on wake-up, as after a preemption."""
+        """Put the workers to sleep. Running requests are recomputed after wake-up, as after a preemption."""
         check_choice("level", level, LEVELS)
         core, pause_state = self.core, self.core.pause_state
         if pause_state.level > level and not pause_state.is_unsure:
@@ -138,7 +140,7 @@ class Operator:
         while not self.is_at_rest:
             if pause_state.is_open:
                 raise RequestError("the engine is not paused: pause it first, it may have been resumed")
-            yield None  # other engines may still have called it into a step
+            yield None  # other engines may still have called this engine into a step
         if level == 0 or pause_state.settled_level == level:
             return
         core.scheduler.requeue_running()
@@ -146,15 +148,16 @@ class Operator:
         core.reset_prefix_cache()
         if level > 1:
             core.scheduler.adapters.forget_all()
-            core.pause_state.weight_version = DEFAULT_VERSION  # they are loaded from the checkpoint again
-        # Even if it fails: workers can wake up from any state.
+            core.pause_state.weight_version = DEFAULT_VERSION  # wake-up loads the weights of the checkpoint
+        # Set even if the call fails: workers can wake up from any state.
         pause_state.level, pause_state.asleep, pause_state.is_unsure = level, set(MEMORY), True
         yield partial(self._call_workers, "sleep", [level])
         pause_state.is_unsure = False
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Work:
-        """Restore all memory of the workers, or that of `tags`. Return whether nothing is missing: then they
-        warm up, and steps resume. Workers that step together warm up together, so each waits for all."""
+        """Restore the memory of `tags` on the workers, or all memory if `tags` is empty. Return whether all
+        memory is restored, so that the client may call `warm_up` and `resume`. Warm-up is a separate call,
+        since engines that step together warm up together."""
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
         pause_state = self.core.pause_state
@@ -162,7 +165,8 @@ class Operator:
             return True
         missing = pause_state.asleep - set(tags or TAGS)
         yield partial(self._call_workers, "wake_up", [sorted(set(MEMORY) - missing)])
-        pause_state.asleep, pause_state.is_unsure = missing or {"kv_cache"}, False  # until they are warm
+        # The KV cache counts as asleep until the workers are warm.
+        pause_state.asleep, pause_state.is_unsure = missing or {"kv_cache"}, False
         return not missing
 
     def warm_up(self) -> Work:
@@ -186,7 +190,7 @@ class Operator:
     # ---- adapters
 
     def add_adapter(self, lora: LoRARequest | Mapping[str, Any]) -> Work:
-        """Wait until an adapter is read, and return its facts."""
+        """Read a LoRA adapter if it is new, wait for it, and return its facts."""
         lora = msgspec.convert(lora, LoRARequest)
         if self.core.pause_state.asleep:
             raise RequestError("the engine sleeps: wake it up first")
@@ -203,7 +207,7 @@ class Operator:
         return adapter.facts
 
     def remove_adapter(self, name: str) -> Work:
-        """Wait until no request uses an adapter any more. Return whether it was known."""
+        """Retire a LoRA adapter, and wait until no request uses it. Return whether it was loaded."""
         adapters = self.core.scheduler.adapters
         was_known = adapters.retire(name)
         while not adapters.sweep(name):
@@ -214,20 +218,20 @@ class Operator:
     # ---- weight updates
 
     def call_weights(self, action: str, **info: Any) -> Work:
-        """Run a part of a weight update on the workers, which go on with their old weights."""
+        """Run a part of a weight update on the workers. Steps use the old weights until `commit_weights`."""
         if self.core.pause_state.asleep:
             raise RequestError("the engine sleeps: wake it up first")
         yield from self._wait_for_masks()
         return (yield partial(self.core.executor.call, "update_weights", [action, *info.values()]))
 
     def commit_weights(self, version: str | None = None) -> Work:
-        """Apply the staged weights between two steps. Nothing that was computed with the old ones is used
-        again: cached prefixes are dropped, and running requests are recomputed, as after a preemption."""
+        """Apply the staged weights between two steps. Nothing that the old weights computed is used again:
+        cached prefixes are dropped, and running requests are recomputed, as after a preemption."""
         core, pause_state = self.core, self.core.pause_state
         was_open = pause_state.is_open
         if was_open:
             pause_state.pause("keep")
-        while core.scheduler.in_flight:  # other engines may still call it into steps
+        while core.scheduler.in_flight:  # other engines may still call this engine into steps
             yield None
         try:
             yield partial(core.executor.call, "update_weights", ["commit"])
@@ -256,26 +260,28 @@ class Operator:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Work:
-        """Call a method, or a function with the worker, on every worker and return the results."""
+        """Call a method of every worker, or a function with each worker as its first argument; return the
+        results of all workers."""
         if isinstance(method, str):
             check_open(method)
         yield from self._wait_for_masks()
         return (yield partial(self.core.executor.call, method, args, kwargs, timeout))
 
     def profile(self, start: bool, prefix: str | None = None) -> Work:
-        """Start or stop a profile, in this thread: the profiler records its caller."""
+        """Start or stop a profile. This runs in the core's thread, since the profiler records its caller."""
         yield from self._wait_for_masks()
         self.core.executor.call("profile", [start, prefix])
 
     def _wait_for_masks(self) -> Work:
-        """Wait until the masks of the last plan are sent: workers expect them right after their plan."""
+        """Wait until the grammar masks of the last plan are sent: workers expect them right after the
+        plan."""
         self.core.sample_tokens()
         while self.core.step_queue.is_unsampled:
             yield None
             self.core.sample_tokens()
 
     def abort(self, request_ids: Iterable[str]) -> int:
-        """End the requests with these ids, as clients know them; return the number of sequences."""
+        """End the requests with these client-visible ids; return the number of aborted sequences."""
         wanted, inside = set(request_ids), [*self.core.scheduler.requests, *self.core.pause_state.outside]
         ended = self.core.abort([id for id in inside if wanted & set(_names_of(id))])
         self._end(ended)
@@ -283,6 +289,7 @@ class Operator:
 
 
 def _names_of(request_id: str) -> list[str]:
-    """Return the names of a request: its id, the id of its call, and that without the unique suffix."""
+    """Return the ids under which clients can abort a sequence: its own id, the id without the sequence prefix
+    and the unique suffix, and the latter without the prompt number."""
     plain = _INTERNAL.sub("", _SIBLING.sub("", request_id))
     return [request_id, plain, re.sub(r"-\d+$", "", plain)]

@@ -32,7 +32,8 @@ log = get_logger(__name__)
 
 SLICE_MS = 1000
 BEAT_MS, SILENCE_MS = 5_000, 30_000
-"""A machine without heartbeats for this long counts as lost; the end of a process is noticed at once."""
+"""Milliseconds between heartbeats, and without a heartbeat until a machine counts as lost. The end of a
+process is noticed at once."""
 MAX_BYTES = 64 << 10
 """Size limit of a message; ZMQ closes connections that send a larger one."""
 MET, GOODBYE = b"met", b"bye"
@@ -56,7 +57,7 @@ class Count(msgspec.Struct, tag="count", array_like=True):
 
 
 class Called(msgspec.Struct, array_like=True):
-    """Message of the hub to an engine: a round has begun (no counts), or all counts are known."""
+    """Message of the hub to an engine: a round has begun (`counts` is empty), or the hub has all counts."""
 
     round: int
     counts: tuple[int, ...] = ()
@@ -75,18 +76,18 @@ class _Engine:
     identity: bytes
     """ZMQ identity of its connection."""
     fd: int
-    """File descriptor of its connection, by which ZMQ reports that it is lost."""
+    """File descriptor by which ZMQ reports that the connection is lost."""
 
 
 class Lockstep:
     """One engine's part in rounds: in each, all engines exchange the number of tokens of their next step.
 
     An engine with work begins a round, and the first engine, which is the hub, calls the others into it. A
-    call into a finished round is ignored. If no engine has a token there is no step, and all are idle until
-    the next round. If an engine is lost all end: they would wait for it within a step.
+    call into a finished round is ignored. If no engine has a token there is no step, and all engines are idle
+    until the next round. If an engine is lost, all engines end: they would wait for it within a step.
 
-    Other hosts may reach the hub's port. Only connections that begin with a Hello of an expected rank and the
-    shared token count; all others are ignored.
+    Other hosts may reach the hub's port. The hub accepts only connections that begin with a Hello of an
+    expected rank and the shared token; all other messages are ignored.
     """
 
     def __init__(self, rank: int, size: int, address: str, *, token: str, timeout_s: float = 600.0) -> None:
@@ -102,11 +103,11 @@ class Lockstep:
         self._ranks: dict[bytes, int] = {}
         """Hub: the ranks of connections that have sent a Hello, by identity."""
         self._open_fds: set[int] = set()
-        """Hub: file descriptors of all connections."""
+        """Hub: file descriptors of all open connections."""
         self._ignore = FirstWarning(log, f"Ignored at {self._address}")
         self._agreed: tuple[int, ...] | None = None
         self._leaving = threading.Event()
-        """Set when an engine has ended normally: there are no more rounds."""
+        """Set when any engine, this one included, has left: there are no more rounds."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER if rank else zmq.ROUTER)
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_MONITORED)
         self._set_up()
@@ -157,7 +158,7 @@ class Lockstep:
             self._send(rank, MET)
 
     def _greet(self, deadline: float) -> None:
-        """Send Hello until the hub answers; the hub may start later, or restart."""
+        """Send a Hello each second until the hub answers; the hub may start later, or restart."""
         handshakes = Handshakes()
         while True:
             self.socket.send(_encode(SyncHello(self.rank, self._token)))
@@ -183,7 +184,8 @@ class Lockstep:
             )
 
     def _note_connections(self) -> None:
-        """Update the hub's open connections from ZMQ events, until the watching thread starts."""
+        """Update the hub's open connections from ZMQ events. The thread of `_watch` reads the events
+        later."""
         for event, fd in events_of(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._open_fds.add(fd)
@@ -240,7 +242,7 @@ class Lockstep:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the connections without notice, on which the other engines end as well."""
+        """Close the connections without a goodbye; the other engines then end as well."""
         self._leaving.set()
         if not self.socket.closed:
             self.socket.disable_monitor()
@@ -256,8 +258,8 @@ class Lockstep:
         return self._is_called
 
     def agreed(self, plan: StepPlan | None) -> StepPlan | None:
-        """Return the plan with the counts of all engines; one without rows if only others have work; None if
-        no engine has."""
+        """Return the plan with the counts of all engines. If only other engines have work, return a plan
+        without rows; if no engine has work, return None."""
         counts = self._exchange(0 if plan is None else plan.total_tokens)
         if not any(counts):
             assert plan is None
@@ -299,7 +301,7 @@ class Lockstep:
         except msgspec.MsgspecError as error:
             self._ignore(f"a message of engine {rank} that is none of this version: {str(error)!r:.200}")
             return
-        if isinstance(message, SyncHello):  # it was repeated before the hub answered the first one
+        if isinstance(message, SyncHello):  # repeated by the engine before the hub answered the first Hello
             return
         if message.round != self._round:
             raise EngineDead(f"engine {rank} is in round {message.round}, and engine 0 in {self._round}")
@@ -349,7 +351,7 @@ class Lockstep:
 def open_lockstep(parallel: ParallelSection, token: str | None = None) -> Lockstep | None:
     """Connect to the engines that share experts with this one; return None for an engine that steps alone.
 
-    Without a `token`, the one of this machine's environment or user is used.
+    Without a `token`, the token of this machine's environment or user is used.
     """
     if not steps_together(parallel):
         return None

@@ -13,9 +13,9 @@ from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 
 CHECKS_S = 0.01
-"""Seconds to wait for a grammar or an adapter while no request can run."""
+"""Most seconds to wait for a grammar or a LoRA adapter while no request can run."""
 LOOK_S = 0.002
-"""Seconds between two checks of the workers meanwhile."""
+"""Seconds between two checks of the workers' health during this wait."""
 
 
 class EngineCore:
@@ -49,7 +49,7 @@ class EngineCore:
         return self.pause_state.drop(ids) | self.scheduler.abort(ids)
 
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
-        """Launch the next steps and return the output of the oldest, or None if it is not done in time."""
+        """Launch the next steps. Return the output of the oldest step, or None if it is not done in time."""
         while True:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())
@@ -77,8 +77,8 @@ class EngineCore:
         self.sample_tokens()
 
     def _wait_for_checks(self, timeout_s: float | None) -> bool:
-        """Wait if no request can run; return whether to plan again, since a grammar or an adapter is ready or
-        may have failed."""
+        """Wait if no request can run; return whether to plan again, since a grammar or a LoRA adapter is
+        ready or may have failed."""
         self.scheduler.kv.flush_stores()
         checks, until = self.scheduler.checks, time.monotonic() + CHECKS_S
         while checks.is_awaiting and time.monotonic() < until:
@@ -88,7 +88,7 @@ class EngineCore:
         return timeout_s is None and checks.is_awaiting
 
     def sample_tokens(self) -> None:
-        """Sample the newest step, once its masks are ready."""
+        """Sample the tokens of the newest step if its grammar masks are complete or being filled."""
         constraints = self.scheduler.constraints
         if self.step_queue.is_unsampled and constraints.has_begun:
             self.step_queue.sample_tokens(constraints.masks())
@@ -100,7 +100,7 @@ class EngineCore:
         return self.scheduler.kv.pool.block_map()
 
     def refresh(self, stats: StepStats) -> StepStats:
-        """Update the gauges: requests may have been aborted since the step."""
+        """Set the gauges in `stats` to the current state: requests may have been aborted since the step."""
         scheduler = self.scheduler
         stats.num_running = len(scheduler.running)
         stats.num_waiting = len(scheduler.admitter.waiting) + len(self.pause_state.outside)
@@ -114,7 +114,7 @@ class EngineCore:
         return stats
 
     def clear(self) -> None:
-        """Drop all requests and prefixes after a step that failed halfway: its blocks may not be filled."""
+        """Drop all requests and cached prefixes after a failed step: its KV blocks may be incomplete."""
         scheduler = self.scheduler
         self.step_queue.clear()
         scheduler.discard_in_flight()
@@ -122,7 +122,7 @@ class EngineCore:
         scheduler.kv.reset()
 
     def close(self) -> None:
-        """End the workers; steps that wait for masks on a device get them first."""
+        """End the workers. Grammar masks that steps on the device wait for are completed first."""
         try:
             self.scheduler.constraints.forget()
         finally:

@@ -22,23 +22,24 @@ from quire.sched.kv_manager import KVManager
 log = get_logger(__name__)
 
 REPLAY_POLL_S = 0.1
-"""Seconds between two looks at the replay socket while there are no events."""
+"""Seconds between two checks of the replay socket while there are no events."""
 REPLAYS_PER_CLIENT = 4
-"""Replays that are queued for a client; the rest is dropped. ZMQ learns late, at a half of the limit, that
-messages were read, so a client that reads one replay before it asks for the next needs three."""
+"""Replays that are queued for a client; further replays are dropped. ZMQ counts messages as read only after
+half of the limit was read. A client that reads one replay before it requests the next therefore needs
+three."""
 CLOSE_S = 1.0
-"""Most seconds to send the last events."""
+"""Most seconds that `close()` waits to send the last events."""
 _SEQUENCE_BYTES = 8
 _END = (b"", b"\xff" * _SEQUENCE_BYTES, b"")
 """Frames after the last batch of a replay: no topic, the sequence number -1, and no payload."""
 
 Batch = tuple[int, float, Sequence[KVEvent]]
-"""Sequence number, wall-clock time and events."""
+"""Sequence number, wall-clock time in seconds, and events."""
 
 
 class EventPublisher:
     """A thread with a PUB socket, and a ROUTER socket for replays. The engine core only puts batches into a
-    queue: neither a slow subscriber nor a slow thread holds it up."""
+    queue: neither a slow subscriber nor a slow thread delays its steps."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class EventPublisher:
                 )
 
     def close(self) -> None:
-        """Send what is queued, within a second, and close the sockets."""
+        """Send the queued batches and close the sockets, within about `CLOSE_S` seconds."""
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
@@ -139,7 +140,7 @@ class EventPublisher:
         self._pub.send_multipart([self._topic, number.to_bytes(_SEQUENCE_BYTES, "big"), payload])
 
     def _answer_replays(self) -> None:
-        """Answer the replay requests that have arrived: all kept batches from a sequence number on."""
+        """Answer the replay requests that have arrived: send all kept batches from a sequence number on."""
         while self._replay is not None and self._replay.poll(0):
             peer, *frames = self._replay.recv_multipart()
             if len(frames) != 2 or frames[0] or len(frames[1]) != _SEQUENCE_BYTES:
@@ -161,7 +162,7 @@ def _is_bound(endpoint: str) -> bool:
 
 
 def open_publisher(config: EngineConfig) -> EventPublisher | None:
-    """Return the publisher of an engine; None if there are no events."""
+    """Return the publisher of an engine; None if KV events or prefix caching are off."""
     settings = KVEventSettings.of(config.observability.kv_events_config)
     if settings is None or not config.cache.enable_prefix_caching:
         return None

@@ -1,4 +1,4 @@
-"""Opens the lower tiers of the KV cache on the workers, and exchanges prefixes with other engines."""
+"""Opens the KV cache tiers in host memory and on disk, and the exchange of prefixes with other engines."""
 
 import shutil
 from concurrent.futures import Future
@@ -38,7 +38,8 @@ class ExecutorCopies:
 
 
 def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTiers:
-    """Open the tiers on all workers. An entry is in a tier if it is there on each of them."""
+    """Open the tiers on all workers. A tier contains an entry only if every worker has its part of the
+    entry."""
     cache = config.cache
     page_bytes, state_bytes = map(sum, zip(*executor.call("describe_tiers"), strict=True))
     pages = EntryTiers(kv.pool, page_bytes) if kv.has_pages else None
@@ -84,7 +85,8 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
 
 
 def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> float:
-    """Return the default size of the tier in host memory; 0: not even one entry of each kind would fit."""
+    """Return the default size in GiB of the tier in host memory; 0 if one entry of each kind would not
+    fit."""
     parallel = config.parallel
     num_engines = parallel.data_parallel_size_local or parallel.data_parallel_size
     num_bytes = default_host_bytes(
@@ -97,7 +99,7 @@ def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> fl
 
 
 def _log_sizes(place: str | None, kinds: list[tuple[EntryTiers, TierIndex | None]], kv: KVManager) -> None:
-    """Log what fits into a tier, and what is there."""
+    """Log the capacity of a tier, and how much of it is filled."""
     texts, num_bytes = list[str](), 0
     for kind, tier in kinds:
         if tier is None:
@@ -111,8 +113,8 @@ def _log_sizes(place: str | None, kinds: list[tuple[EntryTiers, TierIndex | None
 
 
 def _num_entries(name: str, gib: float, kinds: list[EntryTiers], free: int, place: str) -> list[int]:
-    """Return the number of entries of each kind in a tier of `gib` GiB, in the proportions of the device;
-    raise if it has none, or does not fit."""
+    """Return the number of entries of each kind in a tier of `gib` GiB, in the same proportions as on the
+    device. Raise if one entry of each kind does not fit, or if fewer than `gib` GiB are free."""
     num_bytes, least = int(gib * GIB), sum(kind.entry_bytes for kind in kinds)
     if num_bytes < least:
         what = "one block" if len(kinds) == 1 else "one block and one checkpoint of states,"
@@ -133,7 +135,7 @@ def _num_entries(name: str, gib: float, kinds: list[EntryTiers], free: int, plac
 
 
 def _free_on_disk(folder: Path) -> int:
-    """Return the free bytes of a disk and those of the tier's files on it."""
+    """Return the bytes for a tier on a disk: its free bytes plus the bytes of the tier's files."""
     folder = folder.expanduser()
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     files = (path for path in folder.glob("*/*/*.kv"))

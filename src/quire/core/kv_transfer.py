@@ -1,4 +1,4 @@
-"""The server of prefixes that other engines read, in a thread."""
+"""A server, in a thread, from which other engines read the KV cache entries of prefixes."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ class OfferServer:
     """Answers the reads of other engines, one after the other. Steps go on meanwhile."""
 
     def __init__(self, layout: dict[str, str], token: str, *, host: str, port: int) -> None:
-        """Open the port; 0 stands for any free one."""
+        """Open the port; 0 stands for any free port."""
         self._layout, self._digest, self._token = layout, layout_digest(layout), token
         self._warn = FirstWarning(log, "At the port for engines that read prefixes")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -109,8 +109,8 @@ class OfferServer:
 
 
 class Producer:
-    """The part of an engine that keeps prefixes for others: the prefixes, the server, and its entry among the
-    known engines."""
+    """The part of an engine that keeps prefixes for other engines: the offered prefixes, their server, and
+    the file by which engines on this machine find the server."""
 
     def __init__(
         self, config: EngineConfig, settings: TransferSettings, kv: KVManager, executor: Executor

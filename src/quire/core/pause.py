@@ -9,24 +9,24 @@ from quire.errors import RequestError
 
 
 class PauseState:
-    """Whether steps are planned. Open: yes. Shut: none. Draining: only those of running requests. Requests
-    that arrive meanwhile wait outside, in order."""
+    """The steps that may be planned. Open: all. Shut: none. Draining: only steps of admitted requests.
+    Requests that arrive while the core is shut or draining wait outside the scheduler, in order."""
 
     def __init__(self) -> None:
         self.is_open = True
         self.drains = False
         self.outside: dict[str, Request] = {}
         self.level = 0
-        """Sleep level: 1, weights are in host memory; 2, weights are dropped."""
+        """Sleep level: 0, awake; 1, weights are in host memory; 2, weights are dropped."""
         self.asleep: set[str] = set()
         """Parts of the workers' memory that are asleep."""
         self.is_unsure = False
-        """Whether going to sleep failed, so that workers may be in different states."""
+        """Whether a call to sleep has not succeeded, so that workers may be in different states."""
         self.weight_version = DEFAULT_VERSION
-        """Version of the workers' weights, which the trainer names."""
+        """Version of the workers' weights, named by the trainer."""
 
     def pause(self, mode: str) -> None:
-        """Admit no request, and plan no step, or with mode `wait` only those of running requests."""
+        """Admit no more requests, and plan no step; with mode `wait`, plan the steps of admitted requests."""
         check_choice("mode", mode, MODES)
         self.is_open, self.drains = False, mode == "wait"
 
@@ -44,7 +44,7 @@ class PauseState:
 
     @property
     def settled_level(self) -> int:
-        """Return the level at which all memory of all workers sleeps; 0 if some of it may be awake."""
+        """Return the level at which all memory of all workers sleeps; 0 if some memory may be awake."""
         return self.level if self.asleep == set(MEMORY) and not self.is_unsure else 0
 
     def drop(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:

@@ -35,31 +35,31 @@ log = get_logger(__name__)
 
 BEAT_S = 0.1
 PAGE_S = 1.0
-"""Seconds between two copies of the metrics for API processes on another machine."""
+"""Seconds between two copies of the metrics to API server processes on other machines."""
 RETRY_S = 0.02
-"""Seconds to wait for a change when no step can be planned, or a client is behind."""
+"""Seconds to wait for messages when no step can be planned, a client is behind or a control call is open."""
 TURN_S = 0.002
-"""Seconds between two steps for reading messages, at least."""
+"""Least number of seconds for reading messages between two steps."""
 TURN_SHARE = 0.25
-"""Share of the last step's time for reading messages, if that is more."""
+"""Time for reading messages between two steps as a share of the last step's time, if more than `TURN_S`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreFacts:
-    """Address, metrics page and place of an engine core among those of its machine."""
+    """Address and metrics page of an engine core, and its place among the cores of its machine."""
 
     address: str
     metrics_file: Path
     token: str = field(repr=False)
-    """Secret shared with its API processes, and with the engines that step together with it."""
+    """Secret shared with the core's API server processes, and with the engines that step together with it."""
     page: int = 0
     num_pages: int = 1
-    """Number of engines with pages in that file."""
+    """Number of engines with pages in `metrics_file`."""
     index: int = 0
     num_local: int = 1
-    """Number of cores on this machine, which share its devices; `index` is that of this core."""
+    """Number of cores on this machine, which share its devices; `index` is the number of this core."""
     keeps_media: bool = False
-    """Whether the core caches the data of items for its API process."""
+    """Whether the core caches the data of multimodal items that its API server process sent."""
 
 
 def core_name(rank: int, size: int) -> str:
@@ -67,7 +67,7 @@ def core_name(rank: int, size: int) -> str:
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """Return the configuration of one core."""
+    """Return the configuration of the core with data-parallel rank `rank`."""
     return replace(config, parallel=replace(config.parallel, data_parallel_rank=rank))
 
 
@@ -113,7 +113,8 @@ def run_core(config: EngineConfig, facts: CoreFacts, parent: Connection) -> None
 
 
 def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
-    """Give each of several cores its own devices. Must be called before torch is imported."""
+    """Assign this core its own GPUs if several cores share the machine. It must run before torch is
+    imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if config.machine.device == "cuda" and facts.num_local > 1 and not shared:
         count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
@@ -124,7 +125,7 @@ def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
 
 
 class CoreServer:
-    """Reads messages between steps, never during one, and sends the outputs of steps."""
+    """Reads messages between steps, never during a step, and sends the outputs of steps."""
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class CoreServer:
         self._is_stuck = False
         """Whether there is work, but none of it can be planned."""
         self._progress_at = self._clock()
-        """Time of the last finished step, or at which there was no work."""
+        """Last time at which a step finished, or at which there was no work to do."""
         self._next_beat = 0.0
         self._next_page = 0.0 if address.startswith("tcp:") else float("inf")
         self._running = True
@@ -177,8 +178,8 @@ class CoreServer:
         self._beat()
 
     def _receive(self) -> None:
-        """Read some of the messages, so that steps are not delayed; wait for messages if there is nothing to
-        compute."""
+        """Read messages for a limited time, so that steps are not delayed; wait for messages if there is
+        nothing to compute."""
         if self._is_idle:
             is_urgent = self._is_stuck or self.clients.queues or self.rpc.has_calls
             lockstep = self.core.step_queue.lockstep
@@ -245,7 +246,7 @@ class CoreServer:
         self._send_output(step)
 
     def _send_finished(self, finished: dict[str, FinishReason]) -> None:
-        """Send the end of requests that their clients did not abort."""
+        """Notify clients that requests ended which the clients did not abort."""
         self._send_output(StepOutput([], [], finished=finished, at=self._clock()))
         self._observe(StepStats())
 

@@ -44,7 +44,7 @@ class RpcJob:
 
 
 class CoreRpc:
-    """Runs control calls in order of arrival. Those that occupy the workers run one at a time, and no step
+    """Runs control calls in order of arrival. Calls that occupy the workers run one at a time, and no step
     runs meanwhile."""
 
     def __init__(
@@ -90,7 +90,7 @@ class CoreRpc:
             self._send(client, _check_encodable(reply))
 
     def _work(self, call: ControlCall) -> Work:
-        """Run a call, its work for the workers in a thread, and return the result."""
+        """Run a call and return its result. Its functions for the workers run in a thread."""
         result = self._calls[call.method](**call.args)
         if not isinstance(result, Generator):
             return result

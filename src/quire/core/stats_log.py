@@ -13,11 +13,11 @@ from quire.metrics.engine import MetricsPages
 log = get_logger(__name__)
 
 WINDOW = 1000
-"""Number of admissions for the prefix cache hit rate."""
+"""Number of the last steps with prefix cache lookups that the logged hit rate covers."""
 
 
 class StatsTotals:
-    """Counts tokens since its creation."""
+    """Counts prompt and generated tokens since its creation; cached prompt tokens are not counted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -42,8 +42,8 @@ class StatsLog:
     """Sums up steps and logs a line every `interval_s` seconds; repeated lines of an idle engine go to debug
     level.
 
-    A server runs without end. Offline inference has runs, from the first request to the end of the last. The
-    end of a run is logged too, unless the last line is younger than `interval_s`.
+    Offline inference has runs, each from the first request to the end of the last. The end of a run is logged
+    too, unless the last line is younger than `interval_s`. A server has no runs.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StatsLog:
         self._interval, self._run = StatsTotals(self._clock), StatsTotals(self._clock)
 
     def end_run(self, now: StepStats) -> None:
-        """End a run: the rates are those of the whole run."""
+        """End a run, and record the rates of the whole run."""
         self.pages.observe_rates(*self._run.rates())
         if self._clock() - self._logged_at >= self.interval_s:
             self._log(self._run, now)
@@ -141,7 +141,7 @@ class StatsLog:
 
 
 def _send(stats: IntervalStats) -> None:
-    """Call the stat loggers of plugins. One that raises is not called again."""
+    """Call the stat loggers of plugins. A logger that raises is not called again."""
     for name in list(STAT_LOGGERS):
         try:
             STAT_LOGGERS[name](stats)

@@ -15,9 +15,8 @@ log = get_logger(__name__)
 class StepQueue:
     """Up to `depth` submitted steps, oldest first.
 
-    With 2 a device has its next step before it finishes the last; on a CPU more than 1 gains nothing.
-    Pipeline parallelism has one step per stage.
-    """
+    With a depth of 2, a GPU has its next step before it finishes the last. On a CPU, more than 1 gains
+    nothing. Pipeline parallelism needs one step per stage. """
 
     def __init__(self, executor: Executor, depth: int, lockstep: Lockstep | None = None) -> None:
         self.executor = executor
@@ -26,16 +25,16 @@ class StepQueue:
         """Synchronization with the engines that share experts; None if there are none."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
         self._orphaned: list[StepPlan] = []
-        """Plans of dropped steps; the memory they refer to must stay until a later step is done."""
+        """Plans of dropped steps. The device may still read their memory until a later step is done."""
         self.is_unsampled = False
-        """Whether the newest step waits for its masks."""
+        """Whether the newest step waits for its grammar masks."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def has_room(self, masks_come: bool = False) -> bool:
-        """Whether another step may be submitted. None may follow a failed submission, since it would start
-        from a wrong state, nor a step that waits for masks, unless these are being computed."""
+        """Whether another step may be submitted. No step may follow a failed submission, since its state
+        would be wrong. A step may follow one that waits for masks only if the masks are being computed."""
         is_held = self.is_unsampled and not masks_come
         return len(self._steps) < self.depth and not is_held and self._failed_step is None
 
@@ -47,7 +46,7 @@ class StepQueue:
 
     @property
     def is_called(self) -> bool:
-        """Whether other engines run a step, for which they need this one."""
+        """Whether other engines have begun a round, so that this engine must take part in their step."""
         return self.lockstep is not None and self.lockstep.is_called
 
     def agreed(self, plan: StepPlan | None) -> StepPlan | None:
@@ -60,7 +59,7 @@ class StepQueue:
         self._steps.append((plan, pending))
 
     def sample_tokens(self, masks: Masks) -> None:
-        """Sample the newest step under these masks."""
+        """Sample the tokens of the newest step under these grammar masks."""
         self.is_unsampled = False
         try:
             self.executor.sample_tokens(masks)
@@ -78,12 +77,12 @@ class StepQueue:
             return FailedStep(error)
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait for the oldest step up to `timeout_s`; return whether it is done."""
+        """Wait for the oldest step up to `timeout_s` seconds; return whether it is done."""
         return self._steps[0][1].ready(timeout_s)
 
     def next(self) -> tuple[StepPlan, StepResult | None]:
-        """Wait for the oldest step and return its result. If it failed, there is no result, and the steps
-        after it are dropped."""
+        """Wait for the oldest step; return its plan and its result. If the step failed, the result is None,
+        and the steps after it are dropped."""
         plan, pending = self._steps.popleft()
         try:
             result = pending.wait()
@@ -113,7 +112,7 @@ class StepQueue:
                 log.debug("The next step failed as well: %s", error)
 
     def clear(self) -> None:
-        """Drop the steps in flight; their results are not read."""
+        """Drop the steps in flight without reading their results."""
         if self.is_unsampled:
             with contextlib.suppress(EngineDead):
                 self.sample_tokens(Masks())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class AsyncValue:
-    """Signals that a value is complete: threads can wait for it, and a callback can follow."""
+    """Signals that a value is complete: threads can wait for the signal, and one callback can follow it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -15,7 +15,7 @@ class AsyncValue:
         self.is_ready = False
 
     def then(self, follow: Callable[[], None]) -> None:
-        """Call `follow` once when the value is complete, in the thread that completes it, or now if it is."""
+        """Call `follow` in the thread that completes the value, or now if the value is complete already."""
         with self._lock:
             if not self.is_ready:
                 self._next = follow

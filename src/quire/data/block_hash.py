@@ -1,9 +1,9 @@
-"""Block hashes: the names of KV cache blocks by the tokens that lead to them.
+"""Block hashes: the names of KV cache blocks, made from all tokens up to the end of the block.
 
 The hash of a block is SHA-256 over the hash of the block before it, its tokens as little-endian 32-bit
 integers, and its extra keys: media items and prompt embeddings. The first block follows a root hash of the
 LoRA adapter and the cache salt. So equal hashes mean equal contents in all engines with the same weights and
-block size. docs/kv_events.md describes this for other languages."""
+block size. docs/kv_events.md describes the hashes for clients in other languages."""
 
 import hashlib
 import struct
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 DIGEST_BYTES = 32
 PLACE = struct.Struct("<iI")
-"""A media item in a block: the start of the block relative to the item, and the length of the item's key."""
+"""A media item in a block: the start of the block relative to the item in tokens, and the bytes of its
+key."""
 
 ExtraKey = str | bytes | tuple[str, int]
-"""An input of a block beside its tokens: the name of the LoRA adapter or the cache salt (text), bytes of the
-hash input, or a media item's key in hexadecimal and its start relative to the block."""
+"""An input of a block's hash besides its tokens: the name of the LoRA adapter or the cache salt (text), bytes
+of the hash input, or a media item's key in hexadecimal and its start relative to the block."""
 
 
 def root_hash(lora_digest: bytes | None = None, salt: str | None = None) -> bytes:
@@ -26,12 +27,14 @@ def root_hash(lora_digest: bytes | None = None, salt: str | None = None) -> byte
 
 
 def block_hash(parent: bytes, content: bytes) -> bytes:
-    """Return the hash of a block from that of the block before it, and its tokens and extra keys."""
+    """Return the hash of a block from the hash of the block before it, and `content`: its tokens and extra
+    keys."""
     return hashlib.sha256(parent + content).digest()
 
 
 def block_content(tokens: Sequence[int], extra_keys: Sequence[ExtraKey] | None = None) -> bytes:
-    """Return the hash input of a block. Texts among the extra keys are a part of the root hash instead."""
+    """Return the hash input of a block. Texts among the extra keys are left out: they are in the root
+    hash."""
     content = struct.pack(f"<{len(tokens)}i", *tokens)
     for key in extra_keys or ():
         if isinstance(key, bytes):
@@ -50,7 +53,7 @@ def block_hashes(
     extra_keys: Sequence[Sequence[ExtraKey] | None] | None = None,
 ) -> list[bytes]:
     """Return the hashes of the full blocks of a prompt, in order. `parent` is the hash of the block before
-    them, or a `root_hash` with an adapter or a salt; `extra_keys` are those of each block."""
+    these, or a `root_hash`; `extra_keys` has the extra keys of each block."""
     hashes, parent = list[bytes](), root_hash() if parent is None else parent
     for at in range(len(tokens) // block_size):
         content = tokens[at * block_size : (at + 1) * block_size]
@@ -60,5 +63,5 @@ def block_hashes(
 
 
 def short_hash(digest: bytes) -> int:
-    """Return the last 64 bits of a hash, which stand for it in KV events."""
+    """Return the last 64 bits of a hash, which stand for the hash in KV events."""
     return int.from_bytes(digest[DIGEST_BYTES - 8 : DIGEST_BYTES], "big")

@@ -3,8 +3,8 @@
 from contextvars import ContextVar
 
 CACHE_SCOPE: ContextVar[str] = ContextVar("cache_scope", default="")
-"""Scope of the current HTTP request: its API key, or the group of keys that share caches. Empty where keys
-have no names, and offline: then all requests share."""
+"""Scope of the current HTTP request: its API key, or the group of API keys that share caches. It is empty if
+keys have no names, and offline: then all requests share cached prefixes."""
 _ESCAPE = "\0"
 
 
@@ -13,7 +13,7 @@ def scoped_salt(salt: str | None) -> str | None:
     are never equal, whatever `cache_salt` a client chooses."""
     scope = CACHE_SCOPE.get()
     if scope:
-        # The length keeps scope and salt apart; "-" and "+" keep no salt and an empty one apart.
+        # The length separates scope and salt; "-" and "+" distinguish no salt and an empty salt.
         return f"{_ESCAPE}{len(scope)} {scope}{'-' if salt is None else '+' + salt}"
     return _ESCAPE * 2 + salt if salt is not None and salt.startswith(_ESCAPE) else salt
 

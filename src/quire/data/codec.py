@@ -10,7 +10,7 @@ from quire.data.step_plan import Masks, StepPlan, StepResult
 
 
 class Outcome(msgspec.Struct):
-    """Result or error of a step on a rank."""
+    """Result or error of a step on one rank."""
 
     step: int
     result: StepResult | None = None
@@ -47,7 +47,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def encode_masks(masks: Masks) -> bytes:
-    """Encode masks, after waiting until they are complete."""
+    """Wait until the grammar masks are complete, and encode them."""
     masks.wait()
     return _encode(masks)
 

@@ -8,8 +8,8 @@ from quire.errors import RequestError
 MODES = ("abort", "wait", "keep")
 """Handling of running requests on a pause: abort them, wait for them, or keep and resume them later."""
 LEVELS = (0, 1, 2)
-"""Sleep levels. 0: nothing runs; 1: weights move to host memory, the KV cache is dropped; 2: both are
-dropped."""
+"""Sleep levels. 0: no step runs; 1: weights move to host memory, the KV cache is dropped; 2: weights and KV
+cache are dropped."""
 MEMORY = ("weights", "kv_cache")
 """Memory that a worker releases and allocates again."""
 TAGS = (*MEMORY, "scheduling")

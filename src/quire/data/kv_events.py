@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from quire.data.block_hash import DIGEST_BYTES, ExtraKey, short_hash
 
 DEVICE, HOST, DISK = "GPU", "CPU", "STORAGE"
-"""Media of blocks. The first is the device that the model runs on, even if that is a CPU."""
+"""Media of blocks. `GPU` stands for the device that the model runs on, even if that is a CPU."""
 NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class BlockStored(NamedTuple):
-    """Consecutive blocks that entered a medium. Without tokens, the blocks are known from their computation,
-    and were copied."""
+    """Consecutive blocks that entered a medium. Without tokens, the blocks were copied, and an earlier event
+    reported their computation."""
 
     block_hashes: list[bytes]
-    """Digests of the blocks, each maybe with a suffix."""
+    """Digests of the blocks; a digest may have a suffix, which is not reported."""
     parent_block_hash: bytes | None
     """Digest of the block before the first; None: it is the first of a prompt, or not reported."""
     token_ids: NDArray[np.int32]
@@ -28,7 +28,7 @@ class BlockStored(NamedTuple):
     medium: str
     lora_name: str | None
     extra_keys: list[list[ExtraKey] | None] | None = None
-    """Inputs of each block's hash beside its tokens; None if no block has any."""
+    """Inputs of each block's hash besides its tokens; None if no block has such inputs."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -56,7 +56,7 @@ _NUM_REQUIRED = {BlockStored: 7, BlockRemoved: 2, AllBlocksCleared: 0}
 
 class EventEncoder:
     """Encodes batches of events as msgpack: [time, events, data-parallel rank]. An event is a map with its
-    `type`, or an array that begins with it, as in vLLM before 0.24."""
+    `type`, or an array that begins with the type, as in vLLM before 0.24."""
 
     def __init__(self, *, rank: int = 0, as_arrays: bool = False, short_hashes: bool = True) -> None:
         self._rank = rank

@@ -1,6 +1,6 @@
 """Copies of KV cache entries between the device and the lower tiers, host memory and disk.
 
-An entry is a block of pages, or a checkpoint of states. Its key says which."""
+An entry is a KV block, or a checkpoint of SSM states. Its key has a mark if it is a checkpoint."""
 
 from collections.abc import Sequence
 
@@ -10,32 +10,32 @@ from quire.data.block_hash import DIGEST_BYTES
 from quire.data.kv_transfer import RemotePrefix
 
 STATE_MARK = b"state"
-"""Suffix that distinguishes the keys of checkpoints of states from those of pages."""
+"""Suffix that distinguishes the keys of SSM state checkpoints from the keys of KV blocks."""
 ON_DISK, REMOTE = 0, -1
-"""Stand for a host slot of an entry that is loaded from disk, or from another engine."""
+"""Numbers in place of a host slot, for an entry that is loaded from disk, or from another engine."""
 
 
 def is_state(key: bytes) -> bool:
-    """Whether a key belongs to a checkpoint of states; the keys of pages have shorter suffixes."""
+    """Whether a key belongs to a checkpoint of SSM states; the keys of KV blocks have shorter suffixes."""
     return key.endswith(STATE_MARK, DIGEST_BYTES)
 
 
 class BlockStores(msgspec.Struct, omit_defaults=True):
-    """Entries to copy to lower tiers. A step copies them before it computes, so that it may overwrite them,
-    except the last `num_ahead` ones."""
+    """Entries to copy to lower tiers. A step copies them before it computes, since it may overwrite them. The
+    last `num_ahead` entries may be copied later."""
 
     ids: list[int] = []
     """Number of each block, or slot of each checkpoint on the device."""
     keys: list[bytes] = []
     slots: list[int] = []
-    """Host slot of each entry; 0: it is not copied to host memory."""
+    """Host slot of each entry; 0 if the entry is not copied to host memory."""
     to_disk: list[bool] = []
     """Whether each entry is written to disk."""
     dropped: list[bytes] = []
     """Keys of files to delete first."""
     num_ahead: int = 0
-    """Number of entries at the end that this step does not overwrite: they may be copied while it runs, and
-    before the next one."""
+    """Number of entries at the end that this step does not overwrite: they may be copied while it runs, but
+    before the next step."""
 
     def part(self, places: Sequence[int]) -> "BlockStores":
         """Return the entries at these places."""
@@ -55,14 +55,15 @@ class BlockLoad(msgspec.Struct):
     """Host slot of each entry, ON_DISK or REMOTE."""
     keys: list[bytes]
     remote: RemotePrefix | None = None
-    """The prefix in another engine that remote entries belong to; it is released there afterwards."""
+    """The prefix in another engine that remote entries belong to; the other engine releases it afterwards."""
 
 
 class LoadDone(msgspec.Struct):
-    """Result of a `BlockLoad`, and the copies to lower tiers that have ended since the last one."""
+    """Result of a `BlockLoad`, and times of the copies to lower tiers that have ended since the last
+    result."""
 
     failed: list[int] = []
-    """Places of the entries that could not be read; their contents are undefined."""
+    """Indices of the entries that could not be read; their contents on the device are undefined."""
     seconds: float = 0.0
     is_off: bool = False
     """Whether the disk tier is off after an error."""
@@ -74,12 +75,12 @@ class LoadDone(msgspec.Struct):
     """Seconds of writing files."""
     written_bytes: int = 0
     remote_problem: str = ""
-    """Why the prefix in another engine could not be loaded or released."""
+    """Reason for which the prefix in another engine could not be loaded or released; empty without one."""
 
     @classmethod
     def merged(cls, ranks: Sequence["LoadDone"]) -> "LoadDone":
-        """Return the result of all ranks: an entry must be there on each of them. They copy at the same
-        time."""
+        """Return the result of all ranks: an entry failed if it failed on any rank. Times are the longest of
+        a rank, since the ranks copy at the same time."""
         seconds = {
             name: max(getattr(rank, name) for rank in ranks)
             for name in ("seconds", "store_s", "read_s", "write_s")

@@ -1,4 +1,4 @@
-"""Prefixes of requests that move between engines: one computes the prompt, another the answer.
+"""Prefixes of requests that move between engines: one engine computes the prompt, another the answer.
 
 The fields of `kv_transfer_params` are those of vLLM, so that its proxies work unchanged."""
 
@@ -11,12 +11,12 @@ from msgspec import Meta
 from quire.errors import RequestError
 
 FIELD = "kv_transfer_params"
-"""Name of the field in bodies, and of its key in `extra_args` of the sampling parameters."""
+"""Name of the field in request bodies, and its key in `extra_args` of the sampling parameters."""
 MAX_KEYS = 1024
-"""Most entries that are read with one message."""
+"""Most KV cache entries that are read with one message."""
 NONCE_BYTES = 32
 DATA_START = 64
-"""Place in shared memory at which the entries begin; the nonce is at its start."""
+"""Byte offset in shared memory at which the entries begin; the nonce is at the start of the memory."""
 _MAX_TEXT = 512
 
 Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
@@ -24,11 +24,11 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class TransferParams(msgspec.Struct, omit_defaults=True):
-    """The `kv_transfer_params` of a request. Further keys have no effect: entries are named by their
-    contents, not by the numbers of their blocks."""
+    """The `kv_transfer_params` of a request. Further keys have no effect. Entries are named by the hash of
+    their contents, so that `remote_block_ids` is not used."""
 
     do_remote_prefill: bool = False
-    """Load the prefix from the engine that has computed it."""
+    """Load the prefix from the engine that has computed the prompt."""
     do_remote_decode: bool = False
     """Keep the prefix for the engine that computes the answer."""
     remote_engine_id: Text | None = None
@@ -46,11 +46,12 @@ class RemotePrefix(msgspec.Struct, frozen=True):
     port: int
     request_id: str
     num_tokens: int | None = None
-    """Tokens of the prefix; None: it is not known."""
+    """Number of tokens of the prefix; None if it is not known."""
 
 
 def transfer_params(extra_args: Mapping[str, Any] | None) -> TransferParams | None:
-    """Return the transfer of a request from its `extra_args`; raise if a field has the wrong type."""
+    """Return the `kv_transfer_params` in the `extra_args` of a request, or None. Raise if a field has the
+    wrong type, or if the fields contradict each other."""
     value = (extra_args or {}).get(FIELD)
     if value is None:
         return None
@@ -68,7 +69,7 @@ def transfer_params(extra_args: Mapping[str, Any] | None) -> TransferParams | No
 
 
 def missing_fields(params: TransferParams) -> list[str]:
-    """Return the fields without which the prefix of another engine cannot be found."""
+    """Return the names of unset fields without which the prefix of another engine cannot be found."""
     needed = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
     return [name for name in needed if getattr(params, name) is None]
 
@@ -92,23 +93,23 @@ class ReadEntries(msgspec.Struct):
 
     token: str
     layout: str
-    """Digest of what both engines must have in common."""
+    """Digest of the settings that both engines must have in common."""
     request_id: str
     keys: Annotated[list[bytes], Meta(max_length=MAX_KEYS)] = []
     memory: str = ""
-    """Path of shared memory for the entries; empty: they are part of the answer."""
+    """Path of shared memory for the entries; empty: the entries are part of the answer."""
     nonce: bytes = b""
-    """Random bytes at the start of that memory: a path may exist on several machines."""
+    """Random bytes at the start of the shared memory, since its path may exist on several machines."""
     ends: bool = False
-    """Whether the prefix is not needed any more."""
+    """Whether this is the last message about the prefix, which is then released."""
 
 
 class EntriesRead(msgspec.Struct, omit_defaults=True):
     """Answer to `ReadEntries`. The entries follow in a second frame, or are in the shared memory."""
 
     places: list[int] = []
-    """Places of the keys with an entry that follows, in order."""
+    """Indices of the requested keys that have an entry in the answer, in order."""
     in_memory: bool = False
     problem: str = ""
     layout: dict[str, str] = {}
-    """The settings that both engines must have in common, if they differ."""
+    """The settings of the answering engine that both engines must have in common; empty if they are equal."""

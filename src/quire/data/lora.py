@@ -8,7 +8,7 @@ from quire.errors import RequestError
 
 
 class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
-    """A LoRA adapter by name, number and path. Adapters with equal names are equal."""
+    """A LoRA adapter by name, number and path. Requests with equal adapter names are equal."""
 
     lora_name: str
     lora_int_id: int
@@ -19,7 +19,8 @@ class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
     """Whether to reload an adapter of this name, because its files changed."""
     is_3d_lora_weight: bool = False
     within: tuple[str, ...] = ()
-    """Directories that must contain its files whenever they are opened; empty: any."""
+    """Directories that must contain the adapter's files whenever the files are opened; empty: any
+    directory."""
 
     def __post_init__(self) -> None:
         if self.lora_int_id < 1:
@@ -48,9 +49,9 @@ class AdapterFacts(msgspec.Struct, frozen=True):
     """Facts of a loaded LoRA adapter."""
 
     digest: bytes
-    """Digest of its contents, part of prefix-cache keys."""
+    """Digest of the adapter's contents, which is a part of prefix cache keys."""
     rank: int
     num_bytes: int
     """Bytes in host memory, for one device."""
     num_extra_vocab: int = 0
-    """Tokens that it adds to the model's vocabulary."""
+    """Number of tokens that the adapter adds to the model's vocabulary."""

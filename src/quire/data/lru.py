@@ -8,8 +8,8 @@ V = TypeVar("V")
 
 
 class Lru(Generic[V]):
-    """Evicts the least recently used value. Two caches with the same calls in the same order have the same
-    keys."""
+    """Evicts the least recently used values above `max_bytes`. Two caches with the same calls in the same
+    order have the same keys."""
 
     def __init__(self, max_bytes: int, on_drop: Callable[[V], None] = lambda value: None) -> None:
         """`on_drop` is called for each removed value."""
@@ -35,7 +35,8 @@ class Lru(Generic[V]):
             return entry[0]
 
     def put(self, key: bytes, value: V, num_bytes: int) -> bool:
-        """Store a value; return False if it is larger than the whole cache."""
+        """Store a value and evict others if needed; return False if the value is larger than the whole
+        cache."""
         if num_bytes > self.max_bytes:
             return False
         with self._lock:

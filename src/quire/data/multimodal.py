@@ -21,7 +21,7 @@ class Array(msgspec.Struct, frozen=True, eq=False):
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-    """Bytes of the array; after decoding a view of the message."""
+    """Bytes of the array; after decoding, a view of the message."""
 
     @classmethod
     def of(cls, numbers: NDArray[Any]) -> "Array":
@@ -36,30 +36,31 @@ class Array(msgspec.Struct, frozen=True, eq=False):
 Arrays = dict[str, Array]
 """Arrays by the input names of a family's encoder."""
 TABLE = "table"
-"""Name of the array [3, 256] of float32 that has the normalized value of each byte by colour, for arrays of
+"""Name of the float32 array [3, 256] with the normalized value of each byte by colour channel, for arrays of
 bytes [..., 3, height, width]."""
 _NEVER = 1 << 31
 pack = msgspec.msgpack.Encoder().encode
 unpack = msgspec.msgpack.Decoder(Arrays).decode
 """Encoding of arrays in shared memory; decoding does not copy."""
 _ITEM_BYTES = 512
-"""Bytes of an item beside its arrays."""
+"""Estimated bytes of an item besides its arrays."""
 
 
 def size_of(arrays: Arrays) -> int:
-    """Return the size in bytes that caches count."""
+    """Return the size of an item in bytes, as caches count it."""
     return _ITEM_BYTES + sum(array.data.nbytes for array in arrays.values())
 
 
 class StoredArrays(msgspec.Struct, weakref=True, eq=False):
-    """Place of the arrays of an item in shared memory. They stay there as long as this object exists."""
+    """Place of the arrays of an item in shared memory. The arrays stay there as long as this object
+    exists."""
 
     memory: str
     """Path of the shared memory."""
     start: int
     length: int
     generation: int
-    """Distinguishes the arrays from earlier ones at this place."""
+    """Number that distinguishes the arrays from earlier arrays at this place."""
 
 
 class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
@@ -70,13 +71,14 @@ class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     key: bytes
     """Cache key: equal for the same content with the same arguments."""
     offset: int
-    """Start of its span in the prompt."""
+    """Prompt position at which the item's span starts."""
     length: int
-    """Tokens of its span; 0: it has none, and all tokens cross-attend to it."""
+    """Number of tokens of the item's span; 0 if all tokens cross-attend to the item instead."""
     runs: list[tuple[int, int]] = []
-    """Runs of tokens of the span that have vectors: start and length. Empty: all tokens."""
+    """Runs of tokens of the span that have encoder vectors: start in the span, and length. Empty: all
+    tokens."""
     arrays: Arrays | None = None
-    """Inputs of the encoder. None: the receiver has them cached by key, or they are `stored`."""
+    """Inputs of the encoder. None if the receiver has the inputs cached by key, or they are `stored`."""
     stored: StoredArrays | None = None
     """Place of the arrays in shared memory."""
 
@@ -87,11 +89,11 @@ class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     @property
     def num_vectors(self) -> int:
-        """Return the number of vectors that the encoder computes for it."""
+        """Return the number of vectors that the encoder computes for the item."""
         return sum(count for _, count in self.runs) if self.runs else self.length
 
     def places(self) -> list[tuple[int, int]]:
-        """Return the runs of prompt positions with vectors: start and length."""
+        """Return the runs of prompt positions with encoder vectors: start in the prompt, and length."""
         return [(self.offset + first, count) for first, count in self.runs or [(0, self.length)]]
 
 
@@ -106,7 +108,7 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
     num_bidirectional: int = 0
     """Number of first tokens with bidirectional attention, which one step must compute together."""
     bidirectional_key: bytes = b""
-    """Hash of all of these tokens: the cached blocks of each depend on all."""
+    """Hash of all tokens with bidirectional attention, since the KV block of each depends on all of them."""
 
     def joined(self, tokens: Sequence[int]) -> "Media":
         """Return the media of a prompt with bidirectional attention among all tokens."""
@@ -123,8 +125,8 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
         return counts
 
     def marks(self, tokens: list[int]) -> list[int]:
-        """Return the tokens with numbers from the items' keys in their spans, for prefix matching by the
-        router."""
+        """Return the tokens with numbers from the items' keys in place of placeholder tokens, for prefix
+        matching by the router."""
         numbers = list(tokens)
         for item in self.items:
             (number,) = struct.unpack_from("<I", item.key)
@@ -133,7 +135,8 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
         return numbers
 
     def keys_of(self, start: int, end: int) -> bytes:
-        """Return the hash input of a range of tokens: equal for the same items at the same places."""
+        """Return the media part of the hash input of a range of tokens. It is equal for the same items at the
+        same places."""
         keys = self.bidirectional_key if start < self.num_bidirectional else b""
         for item in self._overlapping(start, end):
             keys += PLACE.pack(start - item.offset, len(item.key)) + item.key
@@ -145,7 +148,7 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
         return keys + [(item.key.hex(), item.offset - start) for item in self._overlapping(start, end)]
 
     def _overlapping(self, start: int, end: int) -> Iterator[MediaItem]:
-        """Yield the items of a range of tokens."""
+        """Yield the items with spans that overlap a range of tokens."""
         items = self.items
         for number in range(bisect_right(items, start, key=lambda item: item.end), len(items)):
             if items[number].offset >= end:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's logprob at one position; rank 1 is the likeliest of the vocabulary."""
+    """One token's logprob at one position; rank 1 is the most likely token of the vocabulary."""
 
     logprob: float
     rank: int | None = None
@@ -29,9 +29,8 @@ LogprobsOnePosition = dict[int, Logprob]
 class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
     """Logprobs of many positions in flat lists, which are cheap for the garbage collector.
 
-    It is used like a list of dicts; a dict is built on access. An empty position is None, like the first one
-    of prompt logprobs.
-    """
+    The object is used like a list of dicts; a dict is built on access. An empty position is None, like the
+    first position of prompt logprobs. """
 
     start_indices: list[int] = field(default_factory=list)
     end_indices: list[int] = field(default_factory=list)
@@ -100,7 +99,8 @@ PromptLogprobs = list[LogprobsOnePosition | None] | FlatLogprobs
 
 @dataclass
 class RequestStateStats:
-    """Times and counts of a request. `arrival_time` is wall time, the `_ts` fields are monotonic."""
+    """Times in seconds and counts of a request. `arrival_time` is wall time, the `_ts` fields are
+    monotonic."""
 
     num_generation_tokens: int = 0
     arrival_time: float = 0.0
@@ -111,12 +111,12 @@ class RequestStateStats:
     first_token_latency: float = 0.0
     is_corrupted: bool = False
     latency: float = 0.0
-    """Seconds from arrival to the end."""
+    """Seconds from arrival to the end of the request."""
     preempted_s: float = 0.0
-    """Seconds that it was preempted; like the following fields, the sum of all sequences."""
+    """Seconds for which sequences were preempted; like the following fields, the sum over all sequences."""
     num_preemptions: int = 0
     step_share_s: float = 0.0
-    """Share of the step times; 0 unless it was requested."""
+    """The request's share of the duration of its steps, in seconds; 0 unless the share was requested."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Accepted draft tokens."""
@@ -127,12 +127,12 @@ class RequestStateStats:
     num_from_remote: int = 0
     """Cached prompt tokens of the first sequence that were loaded from another engine."""
     prefix_miss: PrefixMiss | None = None
-    """Why a part of the prompt was not in the prefix cache; None if all of it was that could be."""
+    """Reason for which a part of the prompt was not in the prefix cache; None if everything cacheable was."""
 
 
 @dataclass
 class SamplingMask:
-    """The ids that each token of an output could have been after top_k, top_p and min_p."""
+    """For each token of an output, the ids that were left to sample from after top_k, top_p and min_p."""
 
     token_ids: list[list[int]]
 
@@ -147,12 +147,12 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: SampleLogprobs | None
     routed_experts: NDArray[Any] | None = field(default=None, repr=False)
-    """With enable_return_routed_experts, once it has ended: the experts of each token that was computed, in
+    """With enable_return_routed_experts, once the completion has ended: the experts of each computed token in
     each MoE layer, [prompt + output - 1, MoE layers, experts per token]."""
     finish_reason: str | None = None
-    """stop | length | abort | error | repetition; None while it runs"""
+    """stop | length | abort | error | repetition; None while the completion runs"""
     stop_reason: int | str | None = None
-    """Stop string or token id that ended it; None for the eos token."""
+    """Stop string or token id that ended the completion; None for the eos token."""
     lora_request: Any = field(default=None, repr=False)
     sampling_mask: SamplingMask | None = field(default=None, repr=False)
     spec_decode_metrics: dict[str, int] | None = field(default=None, repr=False)
@@ -181,7 +181,7 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     aligned: list[int] | None = None
-    """Encoder state at which each token of an aligned prompt begins."""
+    """Index of the encoder state at which each token of a prompt aligned with audio begins."""
     error: Exception | None = None
     """Error of a failed request, which `LLM` raises; else None."""
 
@@ -204,7 +204,8 @@ class RequestOutput:
         ec_transfer_params: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        """Build it; unknown keywords are ignored with a warning, for code written for a later version."""
+        """Set the fields; unknown keywords are ignored with a warning, for code written for a later
+        version."""
         if unknown:
             warn_once(logger, f"RequestOutput: ignoring unknown arguments {', '.join(sorted(unknown))}")
         self.request_id = request_id

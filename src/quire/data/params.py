@@ -22,11 +22,12 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_STOP_TOKEN_IDS = 4096
 MAX_PATTERN_SIZE = 256
-"""Largest `repetition_detection.max_pattern_size`: every new token is compared with this many before it."""
+"""Largest `repetition_detection.max_pattern_size`: each new token is compared with as many tokens before
+it."""
 MAX_SALT_CHARS = 256
-"""Maximum length of a `cache_salt`: every sequence of a call has a copy."""
+"""Maximum length of a `cache_salt` in characters: every sequence of a call has a copy."""
 REPORT_MODE = "kv_cache_report_mode"
-"""Key of `extra_args`: with `full`, KV events report the cached blocks that the request reuses again."""
+"""Key of `extra_args`: with `full`, KV events also report the cached blocks that the request reuses."""
 MIN_TEMPERATURE = 0.01
 MIN_BIAS, MAX_BIAS = -100.0, 100.0
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -38,11 +39,11 @@ class RequestOutputKind(Enum):
     """Content of each output of a running request."""
 
     CUMULATIVE = 0
-    """Everything so far."""
+    """The whole text and all tokens so far."""
     DELTA = 1
-    """Only what is new since the last output."""
+    """Only text and tokens that are new since the last output."""
     FINAL_ONLY = 2
-    """Everything, once, at the end."""
+    """The whole text and all tokens, once, at the end."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
@@ -149,25 +150,25 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 selects greedy sampling."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 and -1 are off."""
+    """Number of most likely tokens to sample from; 0 and -1 turn it off."""
     min_p: float = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
-    """A list after construction."""
+    """Stop strings; a list after construction."""
     stop_token_ids: list[int] | None = None
-    """A list after construction, without duplicates."""
+    """Tokens that end the output; a list without duplicates after construction."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """None fills the model's context."""
+    """Most new tokens; None fills the model's context."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """Number of best logprobs for each new token; -1: the whole vocabulary."""
+    """Number of highest logprobs for each new token; -1: the whole vocabulary."""
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    """Report these ids instead of the best."""
+    """Token ids to report logprobs of, instead of the most likely tokens."""
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -181,10 +182,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    """A list after construction."""
+    """Texts that must not be generated; a list after construction."""
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
-    """None means: only for prompt_logprobs, which need every position computed."""
+    """Whether to skip the prefix cache. None: only with prompt_logprobs, which need every position
+    computed."""
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int = 0
@@ -195,16 +197,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Internal: tokens of the reasoning, which `structured_outputs` does not constrain and
     `thinking_token_budget` limits."""
     timestamps: bool = False
-    """Whether to sample timestamps by Whisper's rules; the prompt has no `<|notimestamps|>` then."""
+    """Whether to sample timestamps by Whisper's rules; the prompt then has no `<|notimestamps|>`."""
     timestamp_tokens: TimestampTokens | None = None
     """Internal: timestamp tokens of the model."""
     aligning: AlignmentHeads | None = None
-    """Internal: align the tokens of the prompt with the audio."""
+    """Internal: request to align the tokens of the prompt with the audio."""
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """Build params from an HTTP body: None means the default (but max_tokens None stays None); logit_bias
-        may have string keys and is clamped to [-100, 100]."""
+        """Build params from an HTTP body. None means the default, except for max_tokens, where None stays
+        None. logit_bias may have string keys, and its values are clamped to [-100, 100]."""
         values = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if "logit_bias" in values:
             values["logit_bias"] = _with_token_ids(values["logit_bias"])
@@ -227,7 +229,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.temperature == 0.0
 
     def clone(self) -> Self:
-        """Return a copy without shared mutable values."""
+        """Return a copy without shared mutable values, or this object if `skip_clone` is set."""
         if self.skip_clone:
             return self
         params = copy.copy(self)
@@ -238,14 +240,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def top_id(self) -> int:
-        """Return the largest token id in the parameters; 0 if there is none."""
+        """Return the largest token id in the parameters; 0 if they contain no token id."""
         listed = (self.logprob_token_ids, self.allowed_token_ids, self.logit_bias, self.stop_token_ids)
         words = self.bad_words_token_ids or ()
         return max((id for ids in (*listed, *words) for id in ids or ()), default=0)
 
     def verify(self, *, vocab: int, max_logprobs: int, num_extra_vocab: int = 0) -> None:
-        """Check against the model. `max_logprobs` -1 means the whole vocabulary. A LoRA adapter may add
-        `num_extra_vocab` tokens."""
+        """Check the parameters against the model; raise a RequestError. A `max_logprobs` of -1 means the
+        whole vocabulary. A LoRA adapter may add `num_extra_vocab` tokens."""
         for name in UNSUPPORTED["sampling field"]:
             check_supported("sampling field", name, getattr(self, name))
         limit = vocab if max_logprobs == -1 else max_logprobs
@@ -389,12 +391,12 @@ _SWITCHES = (
 
 
 _MUTABLE = ("structured_outputs", "extra_args", "repetition_detection", "bad_words_token_ids")
-"""Fields with mutable values, which may contain others."""
+"""Fields with nested mutable values, which `clone` copies deeply."""
 _FLAT = (
     "stop", "stop_token_ids", "logprob_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
     "trace_decode_token_ids",
 )  # fmt: skip
-"""Fields with lists and dicts of numbers or strings."""
+"""Fields with flat lists and dicts of numbers or strings, which `clone` copies."""
 
 
 def _fail(name: str, rule: str, *got: object) -> NoReturn:
@@ -463,7 +465,7 @@ def _bias(value: Any) -> dict[int, float]:
 
 
 def _with_token_ids(value: Any) -> Any:
-    """Return biases with integers as keys, which are strings in JSON."""
+    """Return logit biases with integer keys; the keys of a JSON object are strings."""
     if not isinstance(value, Mapping):
         return value
     biases = {}
@@ -476,7 +478,7 @@ def _with_token_ids(value: Any) -> Any:
 
 
 def _struct(name: str, value: Any, kind: type[S]) -> S | None:
-    """Return the struct, built from a dict if the value comes from an HTTP body."""
+    """Return the value as a struct of this kind; a dict from an HTTP body is converted."""
     if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, dict):

@@ -19,19 +19,19 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
     use_activation: bool | None = None
     """Whether to normalize embeddings, or to convert logits to probabilities. None: the model's default."""
     dimensions: int | None = None
-    """Dimensions of a shortened embedding, for Matryoshka models."""
+    """Number of dimensions of a shortened embedding, for Matryoshka models. None: the full embedding."""
     normalize: bool | None = None
     """The older name of `use_activation`."""
     task: Task | None = None
-    """Pooling task; None: that of the call (`LLM.embed`, `LLM.classify`)."""
+    """Pooling task; None: the task of the call (`LLM.embed`, `LLM.classify`)."""
     step_tag_id: int | None = None
-    """Token with an output, for the pooling type STEP. None: the model's default."""
+    """Token id at which the pooling type STEP returns an output. None: the model's default."""
     returned_token_ids: list[int] | None = None
-    """Logits to return for the pooling type STEP, selected before the activation."""
+    """Ids of the logits that the pooling type STEP returns, selected before the activation."""
     skip_reading_prefix_cache: bool | None = None
     """Whether to skip the prefix cache. None: only for tasks by token, which need all hidden states."""
     second_start: int | None = None
-    """Internal: start of the second of two texts, for models with token types."""
+    """Internal: position at which the second of two texts starts, for models with token types."""
 
     def __post_init__(self) -> None:
         for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
@@ -65,7 +65,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_by_token(self) -> bool:
-        """Whether each token has an output."""
+        """Whether the task has an output for each token."""
         return self.task in ("token_embed", "token_classify")
 
     def clone(self) -> Self:
@@ -77,10 +77,10 @@ def _is_id(value: Any) -> bool:
 
 
 class Pooled(msgspec.Struct):
-    """A serializable array of float32, from the worker to the API process."""
+    """A serializable array of float32, sent from the worker to the API server process."""
 
     data: bytes
-    """float32"""
+    """Bytes of the float32 values."""
     shape: tuple[int, ...]
 
     @classmethod

@@ -10,7 +10,7 @@ Out = TypeVar("Out")
 
 @dataclass
 class PoolingOutput:
-    """The pooled data: one vector, or one for each token."""
+    """The pooled data: one vector, or one vector for each token."""
 
     data: Floats
 

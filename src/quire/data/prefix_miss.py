@@ -18,17 +18,17 @@ MISS_REASONS = {
 
 
 class PrefixMiss(msgspec.Struct, omit_defaults=True):
-    """The reason for which the prefix cache had no more of a prompt."""
+    """The reason for which the rest of a prompt was not in the prefix cache."""
 
     reason: str
     """One of `MISS_REASONS`."""
     from_token: int = 0
-    """Prompt token from which on the reason holds."""
+    """Index of the first prompt token that the reason is about."""
     evicted_s: float | None = None
-    """Seconds since the eviction."""
+    """Seconds since the eviction, for the reason `evicted`."""
     tier: str | None = None
     """Tier that the blocks were evicted from: `device`."""
     why: str | None = None
-    """Why prefix caching is off."""
+    """Explanation for the reason `off`."""
     text: str | None = None
     """Text of the request around `from_token`."""

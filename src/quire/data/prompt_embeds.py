@@ -1,4 +1,4 @@
-"""Prompt embeddings, which replace token ids."""
+"""Prompt embeddings, which requests may send in place of token ids."""
 
 import hashlib
 from typing import Any
@@ -22,7 +22,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, eq=False):
     data: bytes
     """Bytes of [tokens, hidden]."""
     keys: bytes
-    """Hash of KEY_BYTES for each vector, for the prefix cache."""
+    """Concatenated hashes of the vectors, KEY_BYTES each, for the prefix cache."""
 
     @classmethod
     def of(cls, dtype: str, rows: Rows) -> "PromptEmbeds":
@@ -38,7 +38,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, eq=False):
         return self.keys[start * KEY_BYTES : end * KEY_BYTES]
 
     def rows(self, start: int, end: int) -> bytearray:
-        """Return the bytes of these vectors."""
+        """Return the bytes of the vectors from `start` to `end`."""
         row_bytes = len(self.data) // len(self)
         return bytearray(memoryview(self.data)[start * row_bytes : end * row_bytes])
 

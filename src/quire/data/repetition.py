@@ -6,14 +6,14 @@ from numpy.typing import NDArray
 from quire.data.params import RepetitionDetectionParams
 
 _MAX_COPIES = 1 << 40
-"""More than any output has; keeps `size * copies` within 64 bits."""
+"""Number of copies that no output has, which keeps `size * copies` within 64 bits."""
 
 
 class RepetitionCounts:
     """Repetition detection for one growing output, in time proportional to the number of pattern sizes.
 
-    For each size it keeps a run: how many of the last tokens equal the token `size` places before them. The
-    output ends in `count` copies of a pattern of that size when the run is at least `size * (count - 1)`.
+    Each pattern size has a run: the number of last tokens that equal the token `size` places before them. The
+    output ends in `count` copies of a pattern of that size if the run is at least `size * (count - 1)`.
     """
 
     __slots__ = ("_min_size", "_max_size", "_needed", "_runs", "_num_seen", "_last")
@@ -24,7 +24,7 @@ class RepetitionCounts:
         self._needed = sizes * min(params.min_count - 1, _MAX_COPIES)
         self._runs = np.zeros(len(sizes), np.int64)
         self._num_seen, self._last = 0, -1
-        """Number of tokens that the runs include, and the last of them."""
+        """Number of tokens that the runs include, and the last of these tokens; -1 without one."""
 
     def is_repetition(self, output: NDArray[np.integer]) -> bool:
         """Return whether the output, which usually has one more token than at the last call, ends in a
@@ -42,7 +42,7 @@ class RepetitionCounts:
         """Extend or reset each run by the last token."""
         last = len(output) - 1
         before = output[max(last - self._max_size, 0) : max(last - self._min_size + 1, 0)][::-1]
-        runs = self._runs[: len(before)]  # of the sizes that reach back to a token
+        runs = self._runs[: len(before)]  # runs of the sizes that are less than the length of the output
         runs += 1
         runs *= before == output[last]
 

@@ -17,76 +17,76 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     id: str
     tokens: list[int]
-    """Prompt, then output. Sequences of one prompt share the list until they have output: it is replaced,
-    never modified."""
+    """Prompt, then output. Sequences of one prompt share the list until they have output. The list is
+    replaced, never modified."""
     params: SamplingParams
     prompt_len: int
     limit: int
     """Number of tokens at which the sequence ends (the minimum of max_tokens and max_model_len)."""
     seed: int
     eos_id: int = -1
-    """eos token id, which is not reported as stop_reason; -1 with ignore_eos."""
+    """Token id of eos, which is not reported as stop_reason; -1 with ignore_eos."""
     priority: int = 0
     arrived_at: float = 0.0
-    """Wall-clock time of arrival in the API process."""
+    """Wall-clock time in seconds of the arrival in the API server process."""
     cache_salt: str | None = None
     hints: CacheHints | None = None
-    """Hints about the later use of its blocks."""
+    """Hints about the later use of the sequence's KV blocks."""
     timed: bool = False
-    """Whether its share of every step time is reported."""
+    """Whether the sequence's share of the duration of each step is reported."""
     embeds: PromptEmbeds | None = None
-    """Prompt embeddings; the prompt tokens are zeros then."""
+    """Prompt embeddings; the prompt tokens are then zeros."""
     media: Media | None = None
     """Images, videos and audio of the prompt, with placeholders among the tokens."""
     lora: LoRARequest | None = None
     """LoRA adapter of the request."""
     top_id: int = 0
-    """Largest token id of the request if it exceeds the model's vocabulary: the adapter must have it."""
+    """Largest token id of the request if only the LoRA adapter may have this token; 0 if the model has it."""
     tenant: int = 0
-    """Tenant of the request, where tokens are shared fairly by API key; 0: none."""
+    """Number of the request's tenant if tokens are shared fairly by API key; 0 for no tenant."""
     weight: float = 1.0
     """Weight of the tenant's share."""
     pooling: PoolingParams | None = None
     """Parameters for a pooling model: the sequence ends with its prompt and has a pooled output."""
 
     remote: RemotePrefix | None = None
-    """Prefix to load from another engine; None once that was tried."""
+    """Prefix to load from another engine; None without one, or after the attempt."""
     offers: bool = False
-    """Whether its prefix is kept for another engine when it ends."""
+    """Whether the sequence's prefix is kept for another engine when the sequence ends."""
 
     # The fields below belong to the scheduler. A request that is resumed after the death of its core has
     # `has_run`, `num_cached`, `num_prompt_logprobs`, `num_routed` and, in `tokens`, its output so far.
     row: int = -1
     num_preemptions: int = 0
     preempted_at: float = 0.0
-    """Monotonic time of its preemption; 0 unless it waits to be resumed."""
+    """Monotonic time of the preemption; 0 unless the request waits to be resumed."""
     has_run: bool = False
-    """Whether it had a row before, which was reported to the API process."""
+    """Whether the request had a row before; its first run was reported to the API server process."""
     num_cached: int = 0
-    """Prompt tokens found in the prefix cache when it first ran."""
+    """Number of prompt tokens found in the prefix cache when the request first ran."""
     num_from_host: int = 0
-    """Number of these that were loaded from host memory."""
+    """Number of cached prompt tokens that were loaded from host memory."""
     num_from_disk: int = 0
-    """Number of these that were loaded from disk."""
+    """Number of cached prompt tokens that were loaded from disk."""
     num_from_remote: int = 0
-    """Number of these that were loaded from another engine."""
+    """Number of cached prompt tokens that were loaded from another engine."""
     num_prompt_logprobs: int = 0
-    """Prompt positions with delivered logprobs."""
+    """Number of prompt positions with delivered logprobs."""
     num_routed: int = 0
-    """Tokens with delivered experts, from the first of the prompt on."""
+    """Number of tokens with delivered experts, counted from the start of the prompt."""
     adapter_digest: bytes = b""
-    """Digest of its LoRA adapter, once that is loaded."""
+    """Digest of the LoRA adapter, once the adapter is loaded."""
     block_keys: list[bytes] = []
     """Prefix-cache keys of the full blocks hashed so far."""
     queued_at: float = 0.0
-    """Monotonic time at which it was queued."""
+    """Monotonic time at which the request was queued."""
     stop_ids: frozenset[int] = frozenset()
     """`params.stop_token_ids` as a set, for a fast lookup per token."""
     repetition: RepetitionCounts | None = None
     """State of `params.repetition_detection`."""
 
     def prepare_stops(self) -> None:
-        """Set the two fields above from the params, once."""
+        """Set `stop_ids` and `repetition` from the params, once."""
         if self.params.stop_token_ids and not self.stop_ids:
             self.stop_ids = frozenset(self.params.stop_token_ids)
         detection = self.params.repetition_detection
@@ -95,7 +95,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     @property
     def num_loaded(self) -> int:
-        """Return the number of prompt tokens that were loaded from lower tiers of the KV cache, or
+        """Return the number of prompt tokens that were loaded from lower tiers of the KV cache, or from
         another engine."""
         return self.num_from_host + self.num_from_disk + self.num_from_remote
 
@@ -105,14 +105,14 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     @property
     def held_ids(self) -> tuple[int, ...]:
-        """Return the ids that must not be sampled before min_tokens: those that end the sequence."""
+        """Return the token ids that end the sequence, which must not be sampled before min_tokens."""
         ids = list(self.params.stop_token_ids or ())
         return tuple(ids if self.eos_id < 0 else [self.eos_id, *ids])
 
 
 def with_transfer(requests: list[Request]) -> list[Request]:
-    """Set where the prefix of each sequence of a call is loaded from, and whether that of the first is kept
-    for another engine, as its parameters have it."""
+    """Apply the `kv_transfer_params` of a call to its sequences, and return them: every sequence loads the
+    prefix from another engine, or the first sequence keeps its prefix for another engine."""
     if (transfer := transfer_params(requests[0].params.extra_args)) is not None:
         for request in requests:
             request.remote = remote_prefix(transfer)

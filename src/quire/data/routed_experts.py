@@ -12,9 +12,9 @@ class StepRoutes(msgspec.Struct):
     """The experts of the tokens of a step."""
 
     slots: NDArray[np.int64]
-    """[T], slot of each token in the KV cache; negative for padding."""
+    """[tokens], slot of each token in the KV cache; negative for padding."""
     experts: NDArray[np.int16]
-    """[T, MoE layers, experts per token]"""
+    """[tokens, MoE layers, experts per token], number of each expert."""
 
 
 class RoutedRows(msgspec.Struct):
@@ -23,7 +23,7 @@ class RoutedRows(msgspec.Struct):
     shape: tuple[int, ...]
     """Tokens, MoE layers, experts per token."""
     data: bytes
-    """uint8 for models with up to 256 experts, otherwise uint16."""
+    """Bytes of the expert numbers: uint8 for models with up to 256 experts, otherwise uint16."""
 
     @classmethod
     def of(cls, experts: NDArray[Any]) -> Self:

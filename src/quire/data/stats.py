@@ -20,32 +20,32 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     """Bytes of each copy to the device."""
     load_s: float = 0.0
     store_s: float = 0.0
-    """Seconds of copies to host memory that have ended."""
+    """Seconds of the copies to host memory that have ended."""
     disk_bytes: int = 0
-    """Bytes of these copies that were read from disk."""
+    """Bytes that were read from disk."""
     disk_read_s: float = 0.0
     disk_written_bytes: int = 0
     """Bytes that were written to disk."""
     disk_write_s: float = 0.0
     num_failed_stores: int = 0
-    """Blocks that were not stored, because no slot was free."""
+    """Number of KV blocks that were not stored, because no slot was free."""
     num_failed_loads: int = 0
-    """Blocks that could not be read."""
+    """Number of KV blocks that could not be read."""
     num_queries: int = 0
-    """Prompt tokens of admitted requests that the device did not have."""
+    """Number of prompt tokens of admitted requests that were not cached on the device."""
     num_hits: int = 0
-    """Number of these that were loaded from a lower tier, or another engine."""
+    """Number of prompt tokens that were loaded from a lower tier, or from another engine."""
     transfer_s: list[float] = []
     """Seconds of each copy from another engine."""
     transfer_bytes: list[int] = []
     transfer_entries: list[int] = []
-    """Blocks and checkpoints of states of each copy from another engine."""
+    """Number of KV blocks and checkpoints of SSM states of each copy from another engine."""
     num_failed_transfers: int = 0
-    """Requests with a prefix that could not be loaded from another engine."""
+    """Number of requests with a prefix that could not be loaded from another engine."""
     num_failed_releases: int = 0
-    """Prefixes that another engine could not be told to release."""
+    """Number of prefixes for which the request to release them did not reach the other engine."""
     num_expired_offers: int = 0
-    """Prefixes that were kept for another engine and not read."""
+    """Number of prefixes that were kept for another engine and not read in time."""
 
 
 class StepStats(msgspec.Struct):
@@ -54,29 +54,29 @@ class StepStats(msgspec.Struct):
     num_running: int = 0
     num_waiting: int = 0
     num_deferred: int = 0
-    """Waiting requests that are not ready: they wait for a grammar or a LoRA adapter."""
+    """Number of waiting requests that wait for a grammar or a LoRA adapter."""
     kv_usage: float = 0.0
     sleep_level: int = 0
     num_computed_tokens: int = 0
-    """Tokens that the model computed in this step."""
+    """Number of tokens that the model computed in this step."""
     num_prompt_tokens: int = 0
-    """Prompt tokens of the requests that got their first token, including cached ones."""
+    """Number of prompt tokens, cached tokens included, of the requests that got their first token."""
     num_cached_tokens: int = 0
-    """Prompt tokens of these that were found in the prefix cache."""
+    """Number of `num_prompt_tokens` that were found in the prefix cache."""
     num_loaded_tokens: int = 0
-    """Number of these that came from a lower tier of the KV cache."""
+    """Number of `num_cached_tokens` that came from a lower tier of the KV cache, or another engine."""
     num_sampled_tokens: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""
     prefix_hits: int = 0
     misses: list[str] = []
-    """Reasons of the requests that were first admitted and had a part of their prompt not cached."""
+    """Reasons of prefix cache misses, of the requests that were first admitted with a miss."""
     num_preempted: int = 0
     num_drafts: int = 0
-    """Rows with draft tokens in this step."""
+    """Number of rows with draft tokens in this step."""
     num_draft_tokens: int = 0
     num_accepted_by_position: list[int] = []
-    """Number of these rows that accepted their first draft token, their second, ..."""
+    """Number of rows that accepted their first draft token, their second, ..."""
     running_adapters: list[str] = []
     """Names of LoRA adapters of running requests."""
     waiting_adapters: list[str] = []
@@ -99,7 +99,8 @@ class IntervalStats:
     kv_usage: float
     """Used share of the KV cache, 0 to 1."""
     prefix_hit_rate: float
-    """Share of prompt tokens of the last 1,000 admissions that were in the prefix cache, 0 to 1."""
+    """Share of looked up prompt tokens that were in the prefix cache, 0 to 1, over the last 1,000 steps with
+    lookups."""
     num_preemptions: int
     """Number of preemptions since the start."""
 
@@ -116,7 +117,7 @@ class SequenceTimes:
     preempted_s: float = 0.0
     num_preemptions: int = 0
     step_share_s: float = 0.0
-    """Share of the step times, if the sequence is timed."""
+    """The sequence's share of the duration of its steps in seconds; 0 unless the sequence is timed."""
     num_from_host: int = 0
     """Cached prompt tokens that were loaded from host memory."""
     num_from_disk: int = 0
@@ -138,7 +139,7 @@ class FinishedSequence:
     num_output_tokens: int
     num_cached: int
     longest: int | None
-    """Largest number of tokens of any sequence of the request, set on the last one to end."""
+    """Largest number of output tokens of any sequence of the request; None except for the last to end."""
     params: SamplingParams
     arrived_at: float
     times: SequenceTimes
@@ -146,11 +147,11 @@ class FinishedSequence:
 
 @dataclass(slots=True)
 class FrontStats:
-    """Statistics of steps in the API process."""
+    """Statistics of steps in the API server process."""
 
     num_tokens: int = 0
-    """Tokens that were delivered; those computed after a stop string are not."""
+    """Number of delivered tokens; tokens computed after a stop string are not delivered."""
     first_token_s: list[float] = field(default_factory=list)
-    """Times from arrival to the first token."""
+    """Seconds from arrival to the first token, for each request that got its first token."""
     between_tokens_s: list[float] = field(default_factory=list)
     finished: list[FinishedSequence] = field(default_factory=list)

@@ -34,21 +34,21 @@ def spread(starts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
 
 
 Verdict = Literal["", "complete", "eos", "error", "limit"]
-"""Result of a grammar for a token: continue, the text is complete, it is the end token, it is invalid, or the
-grammar exceeds the limits of the grammar library."""
+"""Result of a grammar for a token: the text continues (empty), the text is complete, the token is eos, the
+token is invalid (`error`), or the grammar exceeds the limits of the grammar library (`limit`)."""
 
 
 class Masks(msgspec.Struct):
-    """Token masks of the constrained rows of a step; other rows are not constrained."""
+    """Token masks of the rows of a step that a grammar constrains."""
 
     rows: Ints = _NONE
     bits: NDArray[np.uint32] = _NO_BITS
-    """Bit masks [rows, words]: token t is bit t % 32 of word t // 32; there may be fewer or more bits than
+    """Bit masks [masks, words]: token t is bit t % 32 of word t // 32. There may be fewer or more bits than
     tokens."""
     sample_index: Ints = _NONE
-    """Index of the sample of the row that each mask is for, from 0; empty: always the first."""
+    """Index, from 0, of the row's sample that each mask is for; empty: every mask is for the first sample."""
     pending: AsyncValue | None = None
-    """Set while `bits` are still being computed; None: they are complete."""
+    """Signal of the thread that fills `bits`; None if `bits` are complete."""
 
     def wait(self) -> None:
         """Wait until the bits are complete."""
@@ -58,7 +58,7 @@ class Masks(msgspec.Struct):
 
 
 class Admission(msgspec.Struct):
-    """A request that is assigned to a row: everything that the worker needs, sent once."""
+    """A request that is assigned to a row, with all its data for the worker, which are sent once."""
 
     row: int
     request_id: str
@@ -66,9 +66,10 @@ class Admission(msgspec.Struct):
     """Prompt tokens, followed by the output so far if the request was preempted."""
     prompt_len: int
     num_computed: int
-    """Number of these tokens that are in the prefix cache."""
+    """Number of `token_ids` that are in the prefix cache."""
     block_ids: list[list[int]]
-    """Block ids by group of layers, equally many in each; 0: no block, because no token attends to it."""
+    """Block ids by group of layers, equally many in each group; 0: no block, because no token attends to
+    it."""
     params: SamplingParams
     seed: int
     """Random seed of the request; every sample is a function of (seed, position)."""
@@ -81,25 +82,24 @@ class Admission(msgspec.Struct):
     pooling: PoolingParams | None = None
     """Pooling parameters, for a pooling model."""
     adapter: int = -1
-    """Slot of its LoRA adapter; -1: none."""
+    """Slot of the request's LoRA adapter; -1 without an adapter."""
     state: int = 0
-    """Slot of the checkpoint with the SSM states after `num_computed` tokens; 0: none."""
+    """Slot of the checkpoint with the SSM states after `num_computed` tokens; 0 without a checkpoint."""
 
 
 class LoRAAssignment(msgspec.Struct):
-    """A LoRA adapter to load into a slot of the device, replacing the one that is there."""
+    """A LoRA adapter to copy into a slot of the device, in place of the adapter that is in the slot."""
 
     slot: int
     adapter: LoRARequest
 
 
 class StepPlan(msgspec.Struct):
-    """One step. The order is: copy blocks to lower tiers, release rows, admit rows and copy their states from
-    checkpoints, append blocks, set values, compute, then copy states to checkpoints.
+    """One step. The order is: copy blocks to lower tiers, release rows, admit rows and copy their SSM states
+    from checkpoints, append blocks, set values, compute, then copy SSM states to checkpoints.
 
-    The previous step may still run: a row that samples a token there computes it here, before the host has
-    its value. With pipeline stages a row waits for its value instead.
-    """
+    The previous step may still run. A token that the previous step samples is then an input of this step
+    before its value is on the host. With pipeline stages, a row waits for the value instead. """
 
     step: int
     released: list[int]
@@ -107,43 +107,44 @@ class StepPlan(msgspec.Struct):
     block_rows: Ints
     """Row of each new block, grouped by row and in order of position."""
     block_ids: Ints
-    """[groups of layers, len(block_rows)]"""
+    """Id of each new block, [groups of layers, len(block_rows)]."""
     rows: Ints
     """Rows that compute in this step, in batch order."""
     num_tokens: Ints
-    """Number of tokens that each of `rows` computes, from its num_computed on."""
+    """Number of tokens that each of `rows` computes in this step."""
     samples: NDArray[np.bool_]
-    """Whether the row's last token is computed, so that it samples one or more new tokens."""
+    """Whether each of `rows` computes its last token, so that it samples one or more new tokens."""
     num_drafts: Ints = _NONE
     """Number of draft tokens among the last tokens of each of `rows`; a draft token is accepted if the row
-    samples the same. Empty: there are none."""
+    samples the same token. Empty: no row has draft tokens."""
     drafts: Ints = _NONE
-    """Draft tokens of all rows, concatenated. Empty: the worker has proposed them itself."""
+    """Draft tokens of all rows, concatenated. Empty: the worker has proposed the draft tokens itself."""
     values: Ints = _NO_VALUES
-    """Rows and their last tokens, [2, rows], for pipeline stages that did not sample them."""
+    """Rows and their last tokens, [2, rows], for pipeline stages that did not sample these tokens."""
 
     constrained: Ints = _NONE
-    """Rows that are constrained by a grammar. Their masks depend on tokens that may not be sampled yet:
-    `Masks` are sent later, and no row samples before."""
+    """Rows that a grammar constrains. Their masks depend on tokens that may not be sampled yet: `Masks` are
+    sent later, and no row of the step samples before that."""
 
     adapters: list[LoRAAssignment] = []
-    """LoRA adapters to put into slots before computing; each worker has loaded them from disk."""
+    """LoRA adapters to copy into slots before computing; each worker has read them from disk already."""
 
     forgotten: list[bytes] = []
-    """Keys of items to remove from the encoder cache, before anything is encoded."""
+    """Keys of media items to remove from the encoder cache, before items are encoded."""
     encodes: list[MediaItem] = []
-    """Items to encode first; their vectors stay in the encoder cache until they are `forgotten`."""
+    """Media items to encode first; their vectors stay in the encoder cache until the items are
+    `forgotten`."""
 
     stores: BlockStores | None = None
-    """Blocks to copy to lower tiers of the KV cache, before anything else; None: there are none."""
+    """Blocks to copy to lower tiers of the KV cache before anything else; None for no blocks."""
 
     saves: Ints = _NO_VALUES
     """Checkpoints to take after computing, [3, n]: rows, the slots that their SSM states are copied to, and
     the number of tokens of each row by then."""
 
     counts: tuple[int, ...] = ()
-    """Tokens of this step on each engine of the data-parallel group; empty: there is only one. A plan without
-    rows is a dummy step for the others."""
+    """Tokens of this step on each engine of the data-parallel group; empty if this engine steps alone. A plan
+    without rows is a dummy step, which the other engines need."""
 
     total_tokens: int = 0
     sampling_rows: Ints = _NONE
@@ -151,10 +152,10 @@ class StepPlan(msgspec.Struct):
     logit_rows: Ints = _NONE
     """Row of each sample: one for each sampling row, and one more for each of its draft tokens."""
     query_len: int = 0
-    """Number of tokens that each row computes and samples after; 0 if rows differ."""
+    """Number of tokens per row if each row computes the same number and samples after each token; else 0."""
 
     def __post_init__(self) -> None:
-        """Compute the derived fields once."""
+        """Compute the derived fields, from `total_tokens` on."""
         all_sample = bool(self.samples.all())
         self.total_tokens = int(self.num_tokens.sum())
         self.sampling_rows = self.logit_rows = self.rows if all_sample else self.rows[self.samples]
@@ -172,7 +173,7 @@ class StepPlan(msgspec.Struct):
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row computes one token and samples one."""
+        """Whether each row computes one token and samples one token."""
         return self.query_len == 1
 
     @staticmethod
@@ -182,12 +183,12 @@ class StepPlan(msgspec.Struct):
 
 
 class RowLogprobs(msgspec.Struct):
-    """Logprobs of one position: the sampled token first, then the best in descending order."""
+    """Logprobs of one position: the sampled token first, then the most likely tokens in descending order."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Rank of the sampled token in the vocabulary; 1 is best."""
+    """Rank of the sampled token in the vocabulary; 1 is the most likely token."""
 
 
 class StepResult(msgspec.Struct):
@@ -196,29 +197,30 @@ class StepResult(msgspec.Struct):
     token_ids: Ints
     """New tokens of the sampling rows, in the plan's order; empty for a pooling model."""
     counts: Ints = _NONE
-    """Number of new tokens of each sampling row: the accepted draft tokens and one more. Empty: one each."""
+    """Number of new tokens of each sampling row: the accepted draft tokens and one more. Empty: one per
+    row."""
     logprobs: dict[int, list[RowLogprobs]] = {}
-    """Logprobs of the new tokens, by row that requested them."""
+    """Logprobs of the new tokens, by row, for requests with logprobs."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
     """Logprobs of the prompt positions of this step's chunk, by row."""
     pooled: dict[int, Pooled] = {}
     """Output of a pooling model by sampling row."""
     drafted: Ints = _NONE
-    """Number of planned draft tokens that each sampling row had; empty: all of them."""
+    """Number of draft tokens that each sampling row actually had; empty: all planned draft tokens."""
     aligned: dict[int, list[int]] = {}
-    """Encoder state at which each token begins, by row with an aligned prompt."""
+    """Index of the encoder state at which each token begins, by row, for prompts aligned with audio."""
     sampling_masks: dict[int, list[list[int]]] = {}
-    """By row, the ids that each new token could have been after top_k, top_p and min_p, if requests return
-    them."""
+    """By row and new token, the ids that were left to sample from after top_k, top_p and min_p; empty unless
+    requests return them."""
     routes: StepRoutes | None = None
-    """The experts of all tokens of the step, if requests return them."""
+    """The experts of all tokens of the step; None unless requests return experts."""
 
 
 class Pending(Protocol):
-    """A step that was launched."""
+    """A step that was launched and may still run."""
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait for the step for at most `timeout_s`; return whether it is done."""
+        """Wait for the step for at most `timeout_s` seconds; return whether it is done."""
 
     def wait(self) -> StepResult:
         """Block until the step is done; raise its exception."""
@@ -240,20 +242,21 @@ class FinishReason(msgspec.Struct):
     keeps_last: bool = False
     """Whether a stopped sequence keeps its last token: the grammar was complete, without a stop token."""
     kv_transfer: dict[str, Any] | None = None
-    """The `kv_transfer_params` of a sequence, if its prefix is kept for another engine."""
+    """The `kv_transfer_params` to return to the client, if the sequence's prefix is kept for another
+    engine."""
 
 
 class FirstRun(msgspec.Struct):
     """First run of a request. Times are monotonic seconds."""
 
     num_cached: int
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     queued_at: float
     scheduled_at: float
     num_created: int = 0
-    """Prompt tokens that it computes and adds to the prefix cache."""
+    """Number of prompt tokens that the request computes and adds to the prefix cache."""
     miss: PrefixMiss | None = None
-    """Reason for which no more of its prompt was cached; None if nothing more could be."""
+    """Reason for which no more of the prompt was cached; None if everything cacheable was."""
     num_from_host: int = 0
     """Cached prompt tokens that were loaded from host memory."""
     num_from_disk: int = 0
@@ -268,16 +271,17 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     request_ids: list[str]
     token_ids: list[int]
     counts: list[int] = []
-    """Number of consecutive tokens of each request. Empty: one each."""
+    """Number of consecutive tokens of each request. Empty: one per request."""
     finished: dict[str, FinishReason] = {}
     logprobs: dict[str, list[RowLogprobs]] = {}
     """Logprobs of the new tokens."""
     drafted: dict[str, int] = {}
-    """Number of draft tokens by request. All of its new tokens but the last are accepted ones."""
+    """Number of draft tokens by request. All new tokens of the request but the last are accepted draft
+    tokens."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
     aligned: dict[str, list[int]] = {}
     sampling_masks: dict[str, list[list[int]]] = {}
-    """Ids that each new token could have been."""
+    """By request and new token, the ids that were left to sample from after top_k, top_p and min_p."""
     routed: dict[str, RoutedRows] = {}
     """Experts of the tokens that each request has computed since its last output."""
     pooled: dict[str, Pooled] = {}
@@ -285,9 +289,9 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     admitted: dict[str, FirstRun] = {}
     """Requests that ran for the first time."""
     resumed: dict[str, float] = {}
-    """Seconds that resumed requests were preempted."""
+    """Seconds for which each resumed request was preempted."""
     shares: dict[str, float] = {}
-    """Share of the step's seconds by timed request, in proportion to its tokens."""
+    """Share of the step's seconds by timed request, in proportion to the request's tokens."""
     at: float = 0.0
     """Monotonic time of the end of the step."""
     stats: StepStats = msgspec.field(default_factory=StepStats)
@@ -316,9 +320,9 @@ _BY_REQUEST = (
 
 
 def split_by_owner(step: StepOutput, owner_of: Mapping[str, Owner]) -> dict[Owner, StepOutput]:
-    """Split a step by the owner of each request; requests without an owner are left out. With one owner the
-    result is the step itself. A request may have values and no tokens, such as logprobs of a chunk of its
-    prompt."""
+    """Split a step output by the owner of each request; requests without an owner are left out. With one
+    owner, the result is the step output itself. A request may have values without new tokens, such as
+    logprobs of a chunk of its prompt."""
     by_name = {name: values for name in _BY_REQUEST if (values := getattr(step, name))}
     concerned = chain(step.request_ids, *by_name.values())
     owners = {owner_of[id] for id in concerned if id in owner_of}

@@ -1,4 +1,4 @@
-"""Timeline of a request for users."""
+"""Timeline of a request, as reported to users."""
 
 from collections.abc import Iterable
 
@@ -13,28 +13,28 @@ class RequestTimeline(msgspec.Struct):
 
     total_ms: float
     queue_ms: float
-    """Time in the queue before it was first scheduled."""
+    """Time in the queue before the request was first scheduled."""
     prefill_ms: float
-    """Time from there to the first token."""
+    """Time from the first scheduling to the first token."""
     decode_ms: float
     """Time from the first to the last token."""
     preempted_ms: float
-    """Part of prefill and decode for which it was preempted; the sum of all sequences."""
+    """Part of prefill and decode for which the request was preempted; the sum over all sequences."""
     num_preemptions: int
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     step_share_ms: float
-    """Share of the step times, in proportion to its tokens."""
+    """The request's share of the duration of its steps, in proportion to its tokens."""
     draft_tokens: int = 0
-    """Proposed draft tokens."""
+    """Number of proposed draft tokens."""
     accepted_tokens: int = 0
-    """Accepted draft tokens."""
+    """Number of accepted draft tokens."""
     cached_tokens_from_host: int = 0
     """Cached tokens that were copied from host memory."""
     cached_tokens_from_disk: int = 0
     """Cached tokens that were read from disk."""
     cache_miss: PrefixMiss | None = None
-    """Why a part of the prompt was not in the prefix cache; None if all of it was that could be."""
+    """Reason for which a part of the prompt was not in the prefix cache; None if everything cacheable was."""
 
     @classmethod
     def of(cls, stats: RequestStateStats, num_cached: int) -> "RequestTimeline":
@@ -56,8 +56,8 @@ class RequestTimeline(msgspec.Struct):
 
     @classmethod
     def joined(cls, parts: Iterable["RequestTimeline"]) -> "RequestTimeline":
-        """Merge the timelines of concurrent requests: the maximum of each time, the sum of each count, the
-        first reason."""
+        """Merge the timelines of concurrent requests: the maximum of each duration, the sum of counts, shares
+        and preempted times, and the first cache miss."""
         first, *others = parts
         for other in others:
             first = cls(
@@ -79,7 +79,7 @@ class RequestTimeline(msgspec.Struct):
 
 
 def _between(start: float, end: float) -> float:
-    """Return the difference in ms; 0 if one of the times was never reached."""
+    """Return the difference of two times in milliseconds; 0 if one of the times was never reached."""
     return _ms(end - start) if start and end else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Messages between API processes and the engine core: tagged structs in msgpack, never a pickle."""
+"""Messages between API server processes and the engine core: tagged structs in msgpack, never a pickle."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ from quire.data.step_plan import StepOutput
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """First message of an API process, which the core answers with Ready."""
+    """First message of an API server process, which the core answers with Ready."""
 
     token: str = ""
-    """Secret of the deployment; without it the core ignores the process."""
+    """Secret of the deployment; the core ignores a process with another secret."""
 
 
 class Add(msgspec.Struct, tag="add", omit_defaults=True):
-    """Sequences to run. Those of one prompt share it: it is sent and stored once."""
+    """Sequences to run. The sequences of one prompt share it: the prompt is sent and stored once."""
 
     requests: list[Request]
     siblings: list[tuple[str, int]] = []
     """Id and seed of further sequences of the first request's prompt."""
     sibling_params: SamplingParams | None = None
-    """Params of the siblings, if they differ from the first's."""
+    """Params of the siblings, if they differ from the params of the first request."""
 
     @classmethod
     def of(cls, requests: list[Request]) -> "Add":
@@ -60,7 +60,7 @@ class ControlCall(msgspec.Struct, tag="call"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The core is ready. Sent once to every API process that sent Hello."""
+    """The core is ready. This message answers each Hello of an API server process."""
 
     pid: int
     max_model_len: int
@@ -72,21 +72,21 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class StepDone(msgspec.Struct, tag="stepped"):
-    """Output of a step for this API process."""
+    """Output of a step for the receiving API server process."""
 
     output: StepOutput
 
 
 class Heartbeat(msgspec.Struct, tag="beat"):
-    """Heartbeat of the core, sent when there was no other message for a while."""
+    """Periodic heartbeat of the core, with its current gauges."""
 
     stats: StepStats
     stalled_s: float = 0.0
-    """Seconds for which there was work and no step ended; 0 without work."""
+    """Seconds since the last step ended, while there is work; 0 without work."""
     num_resets: int = 0
     """Number of resets of the multimodal caches so far."""
     page: bytes = b""
-    """Metrics page of the core, sent periodically to API processes on other machines."""
+    """Metrics page of the core, sent periodically to API server processes on other machines; else empty."""
 
 
 class Reply(msgspec.Struct, tag="reply"):
@@ -102,10 +102,10 @@ class Reply(msgspec.Struct, tag="reply"):
 
 
 class Missing(msgspec.Struct, tag="missing"):
-    """A request was not added, because the core lacks the arrays of its items."""
+    """A request was not added, because the core lacks the arrays of its media items."""
 
     request_id: str
-    """Id of the first sequence of its prompt."""
+    """Id of the first sequence of the request's prompt."""
 
 
 ToCore = Hello | Add | Abort | ControlCall

@@ -1,7 +1,7 @@
-"""Metrics of API keys: pages in one shared file, one for each API process, and one common page.
+"""Metrics of API keys: pages in one shared file, one for each API server process, and one common page.
 
 Each process writes only its own page, so that counting needs no lock. The common page holds the values that
-are read and written under a lock.
+all processes read and write under a lock.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from prometheus_client.core import Metric as PromMetric
 
 COLUMNS = ("requests", "prompt_tokens", "generation_tokens", "running")
 REASONS = ("concurrency", "tokens")
-"""Reasons why a request is rejected."""
+"""Limits of a key for which a request is rejected."""
 _ALL = [*COLUMNS, *REASONS]
 _PLACE = {name: place for place, name in enumerate(_ALL)}
 _TEXTS = {
@@ -26,8 +26,8 @@ _TEXTS = {
 
 
 class KeyPages:
-    """The counts of each key, by all API processes of a server. Without a file there is one process, in
-    memory."""
+    """The counts of each API key, over all API server processes of a server. Without a file, the pages are in
+    memory and there is only one process."""
 
     def __init__(self, names: Sequence[str], file: Path | None = None, *, process: int = 0) -> None:
         self.names = tuple(names)
@@ -52,7 +52,7 @@ class KeyPages:
 
     @contextmanager
     def agreed(self, key: int) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float64]]"]:
-        """Yield the common values of a key, locked against other processes."""
+        """Yield the values of a key in the common page, and hold their lock against other processes."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_EX)
         try:

@@ -66,12 +66,12 @@ class MetricsLayout:
 
 
 class MetricsPages:
-    """Pages of one shared file, by process and engine. Each process writes its own page, and readers add
-    all pages up. The engine cores come first, together as one process, then API processes, each with a
-    page per engine.
+    """Pages of one shared file, by process and engine. Each process writes its own pages, and readers add up
+    all pages. The pages of the engine cores come first, together as one process. The pages of the API server
+    processes follow, each with a page per engine.
 
     A restarted process continues with the pages of its predecessor, so that counters never decrease. Without
-    a file there is one process, in memory."""
+    a file, the pages are in memory and there is only one process."""
 
     def __init__(
         self,
@@ -101,14 +101,14 @@ class MetricsPages:
         return self.pages.shape[1]
 
     def of_engine(self, engine: int) -> "MetricsPages":
-        """Return pages to write the metrics of another engine."""
+        """Return the same pages, with the page of another engine as the page to write."""
         other = copy.copy(self)
         other.own = self.pages[self._process, engine]
         return other
 
     def take_page(self, engine: int, page: bytes) -> None:
-        """Store the page of an engine core on another machine. Any process may do so, since all receive
-        the same."""
+        """Store the page of an engine core on another machine. Each API server process may store the page,
+        since all processes receive the same pages."""
         values = np.frombuffer(page)
         if len(values) == self.layout.size:
             self.pages[0, engine] = values
@@ -120,12 +120,12 @@ class MetricsPages:
             self._set(name, 0)
 
     def start(self, max_num_seqs: int) -> None:
-        """Note that the engine core is ready."""
+        """Set the gauges that the engine core sets once, when it is ready."""
         self._set("engine_start_time_seconds", time.time())
         self._set("max_num_seqs", max_num_seqs)
 
     def observe(self, step: StepStats, front: FrontStats) -> None:
-        """Count a step. The engine core has `step`, the API process has `front`."""
+        """Count a step. `step` has the engine core's statistics, `front` those of an API server process."""
         self._set("num_requests_running", step.num_running)
         self._set("num_requests_waiting", step.num_waiting)
         self._set("num_requests_waiting_by_reason:capacity", step.num_waiting - step.num_deferred)
@@ -139,7 +139,7 @@ class MetricsPages:
         for reason in step.misses:
             self._add(f"prefix_cache_misses:{reason}", 1)
         self._add("num_preemptions", step.num_preempted)
-        # Counted when a request is first admitted, so that recomputation after preemption is not counted.
+        # Counted at the first token of a request, so that recomputation after preemption is not counted.
         self._add("prompt_tokens", step.num_prompt_tokens)
         self._add("prompt_tokens_cached", step.num_cached_tokens)
         self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens - step.num_loaded_tokens)
@@ -233,7 +233,7 @@ class MetricsPages:
         self._set("avg_generation_throughput_toks_per_s", generation_tok_s)
 
     def value(self, name: str, engine: int | None = None) -> float:
-        """Return a gauge or counter summed over all processes, of one engine or of all."""
+        """Return a gauge or counter summed over all processes, of one engine or of all engines."""
         values = self.pages[:, :, self.layout.places[name]]
         return float((values if engine is None else values[:, engine]).sum())
 
@@ -251,8 +251,8 @@ class EngineMetrics:
         keys: KeyPages | None = None,
         max_loras: int | None = None,
     ) -> None:
-        """Create the exporter. `first_engine`: data-parallel rank of the first engine. `max_loras`: None
-        without LoRA."""
+        """Create the exporter. `first_engine` is the data-parallel rank of the first engine; `max_loras` is
+        None without LoRA."""
         self.pages = pages
         self._keys = keys
         self.model_name = model_name
@@ -263,11 +263,12 @@ class EngineMetrics:
         """Index and labels of each engine."""
         self.cache_info = [cache_info | {"engine": labels[1]} for _, labels in self._engines]
         self._is_only_process = len(pages.pages) <= 2
-        """Whether this is the only API process. Process metrics of one of several would be misleading."""
+        """Whether this is the only API server process. Process metrics of one of several processes would be
+        misleading."""
 
         self._max_loras = max_loras
         self._adapters: dict[int, tuple[list[str], list[str]]] = {}
-        """Running and waiting adapters, by index of the engine."""
+        """Names of running and of waiting LoRA adapters, by index of the engine."""
         self._adapters_at = 0.0
         self.weight_versions: dict[int, str] = {}
         """Version of the weights, by index of the engine."""
@@ -278,7 +279,7 @@ class EngineMetrics:
             self._adapters_at = time.time()
 
     def _lora_info(self) -> PromMetric:
-        """Return the adapters of all engines in one series, as routers expect it."""
+        """Return the LoRA adapters of all engines in one series, as routers expect them."""
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "Unix time of the latest change of the adapters of running and waiting requests.",
@@ -342,7 +343,7 @@ class EngineMetrics:
         label: str = "",
         values: tuple[str, ...] = (),
     ) -> PromMetric:
-        """Return the series of all engines, with one for each of the `values` of a further label."""
+        """Return a metric with a series per engine; with a further label, a series per engine and value."""
         family = kind(f"vllm:{name}", text, labels=[*self._names, label] if label else self._names)
         for engine, labels in self._engines:
             if not label:
@@ -360,7 +361,8 @@ class EngineMetrics:
         return family
 
     def text(self) -> str:
-        """Return the metrics in the text format, with those of the client library about this process."""
+        """Return the metrics in Prometheus' text format, with the process metrics if this is the only
+        process."""
         return exposition(self, is_only_process=self._is_only_process)
 
     def snapshot(self) -> list["Metric"]:

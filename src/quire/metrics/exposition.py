@@ -1,4 +1,4 @@
-"""The text format of metrics, of one model or of several."""
+"""Prometheus' text format of the metrics of one model or of several models."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 
 def exposition(collector: Collector, *, is_only_process: bool) -> str:
-    """Return the metrics of a collector in the text format. Those of the Python process, which the client
-    library collects, are added if there is only one."""
+    """Return the metrics of a collector in Prometheus' text format. If `is_only_process`, the client
+    library's metrics of the Python process are added."""
     registry = CollectorRegistry()
     registry.register(collector)
     if is_only_process:
@@ -29,8 +29,8 @@ class MergedMetrics:
     """Metrics of several models as one collector: each family once, with the series of all models."""
 
     def __init__(self, by_model: Mapping[str, Iterable[Metric]], of_server: Iterable[Metric]) -> None:
-        """Initialize with the metrics of the engine cores by model name, and those that all models share.
-        Every series of a core gets the label `model_name`."""
+        """Initialize with the metrics of the engine cores by model name, and the metrics that all models
+        share. Every series of a core gets the label `model_name`."""
         self._by_model = by_model
         self._of_server = of_server
 

@@ -60,7 +60,7 @@ EDGES: dict[str, list[float]] = {
     **{f"http_request_size_bytes {handler}": [] for handler in HANDLERS},
     **{f"http_response_size_bytes {handler}": [] for handler in HANDLERS},
 }
-"""Names and bounds of the histograms; one without bounds is a count and a sum."""
+"""Names and bounds of the histograms; a histogram without bounds has a count and a sum."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Exchange:
 
 
 def families(total: NDArray[np.float64], places: dict[str, int]) -> Iterator[PromMetric]:
-    """Yield the metrics of the sum of all pages."""
+    """Yield the HTTP metrics; `total` is the sum of all pages, `places` the index of each series."""
     requests = CounterMetricFamily(
         "http_requests", "Requests by method, status and handler.", labels=["handler", "method", "status"]
     )
@@ -134,7 +134,7 @@ def _add(
 def add_buckets(
     family: HistogramMetricFamily, labels: list[str], columns: NDArray[np.float64], edges: list[float]
 ) -> None:
-    """Add a series to a histogram. `columns`: a count per bucket, and the sum of the values."""
+    """Add a series to a histogram. `columns` has a count per bucket, then the sum of the values."""
     bounds = [*(floatToGoString(edge) for edge in edges), "+Inf"]
     counts = np.cumsum(columns[:-1]).tolist()
     family.add_metric(labels, list(zip(bounds, counts, strict=True)), float(columns[-1]))

@@ -28,7 +28,7 @@ class Gauge(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Counts by position."""
+    """Counts by draft position."""
 
     values: list[int]
 
@@ -43,7 +43,7 @@ class Histogram(Metric):
 
 
 def read_metric(name: str, kind: str, labels: dict[str, str], samples: list[Any]) -> Metric:
-    """Return a series of a Prometheus metric."""
+    """Return one series of a Prometheus metric as a plain value."""
     if "position" in samples[0].labels:
         return Vector(name, labels, [int(sample.value) for sample in samples])
     if kind == "counter":

@@ -33,7 +33,7 @@ START_GAUGES = {
     "engine_start_time_seconds": "Unix time at which the engine core was started, or last restarted.",
     "max_num_seqs": "Maximum number of requests in the running batch.",
 }
-"""Gauges that an engine core sets when it is ready; they are absent before."""
+"""Gauges that an engine core sets when it is ready; before that, the gauges are absent."""
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
