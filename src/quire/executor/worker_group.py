@@ -1,4 +1,4 @@
-"""Worker groups: the ranks of an engine, and those of this machine as child processes."""
+"""Worker groups: the interface to the ranks of an engine, and ranks of this machine as child processes."""
 
 import contextlib
 import os
@@ -64,7 +64,7 @@ class _Member:
 
 
 class LocalRanks:
-    """Ranks of this machine as child processes of one thread, which lives until the end."""
+    """Ranks of this machine as child processes, which one thread starts, watches and ends."""
 
     def __init__(self, places: list[RankAddress], messages: MessageQueue | None = None) -> None:
         self.places = places
@@ -90,7 +90,7 @@ class LocalRanks:
 
     def send_order(self, order: bytes) -> None:
         for member in self._members:
-            with contextlib.suppress(OSError):  # it is gone, which the thread notices
+            with contextlib.suppress(OSError):  # the rank is gone, which the thread notices
                 member.pipe.send_bytes(order)
 
     def send(self, plan: bytes, timeout_s: float) -> None:
