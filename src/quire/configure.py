@@ -167,7 +167,7 @@ def _find_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env) 
 
 
 def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
-    """Return the config with the draft model, if there is one. It must match the target."""
+    """Return the config with its draft model, if it has one. The draft must match the target model."""
     if config.speculation is None:
         return config
     target = config.checkpoint
@@ -279,7 +279,7 @@ def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dic
 
 
 def settings_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return every resolved setting by section, without hidden ones."""
+    """Return every resolved setting by section, without fields that are left out of their repr."""
     return {
         name: {field.name: getattr(section, field.name) for field in fields(section) if field.repr}
         for name in SECTIONS

@@ -1,5 +1,4 @@
-"""Memory estimates: bytes of activations, CUDA graphs and KV cache, the number of blocks, and the layers to
-offload. Uses no device."""
+"""Memory estimates in bytes: activations, CUDA graphs, KV cache blocks, layers to offload. Uses no device."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -35,7 +34,7 @@ MAX_TAPED = 64
 NUM_OFFLOAD_BUFFERS = 2
 """Buffers for offloaded layers on the device: one is computed with while the next layer is copied."""
 _CHECKPOINT_SHARE = 4
-"""Checkpoints of states get this part of the memory that the states of running requests leave."""
+"""Checkpoints of SSM states get at most 1/4 of the memory that the states of running requests leave."""
 _MAX_CHECKPOINTS = 4096
 _TAPED_TIMES = 2
 """Factor for the memory pool: its blocks are powers of two, and smaller decodes may come first."""
@@ -112,8 +111,8 @@ def max_vectors(config: EngineConfig) -> int:
 
 
 def max_kept(config: EngineConfig) -> int:
-    """Return the maximum number of item embeddings that are kept. For cross-attention models it is per
-    row."""
+    """Return the size of the encoder cache in item embeddings. Cross-attention models keep those of all
+    rows."""
     media = config.checkpoint.facts.media
     num_cross_states = 0 if media is None else media.num_cross_states
     return config.scheduler.max_num_seqs * num_cross_states or max_vectors(config)
@@ -314,7 +313,7 @@ def _too_small(
 
 
 class ModelMemory(NamedTuple):
-    """Estimated memory of a model: of its weights, and of everything while it is awake."""
+    """Estimated bytes of a model: of its weights, and of everything on its devices while it is awake."""
 
     weights: int
     awake: int

@@ -111,7 +111,7 @@ class ChildCores:
             ready.cancel()
 
     def restart_dead(self, *, restarts: bool = True) -> bool:
-        """Return whether a core is dead. With `restarts`, start those again that are due."""
+        """Return whether a core is dead. With `restarts`, first restart those whose backoff is over."""
         dead = False
         for rank, child in self.children.items():
             if child.look():

@@ -1,4 +1,4 @@
-"""LLM: the offline entry point. It takes a model and prompts, and returns outputs in their order."""
+"""LLM: the offline entry point. It takes a model and prompts, and returns outputs in the prompts' order."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Reading of the models of a server with several, from --models-config or from the command line."""
+"""Reads the models of a server with several models, from --models-config or from the command line."""
 
 import argparse
 import re
@@ -144,7 +144,7 @@ def entries_of_names(names: Sequence[str]) -> list[ModelEntry]:
 def configure_models(
     entries: Sequence[ModelEntry], *, engine: Mapping[str, Any], server: Mapping[str, Any], env: Env
 ) -> list[ConfiguredModel]:
-    """Resolve the settings of all models. Flags of the command line apply to each that does not set them."""
+    """Resolve the settings of all models. Command-line flags apply to each model that does not set them."""
     for name in _ONE_MODEL_FLAGS:
         if engine.get(name) is not None or server.get(name):
             flag = name.replace("_", "-")

@@ -107,7 +107,7 @@ class MultiCoreEngine(LLMControl):
             await stream.aclose()
 
     def abort_request(self, request_ids: Iterable[str] | str) -> list[AnyOutput]:
-        """End requests early, or one, without a last output."""
+        """End one request or several early, without a last output."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         ended = [task for id in ids if (task := self._tasks.pop(id, None)) is not None]
 

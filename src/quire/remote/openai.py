@@ -147,7 +147,7 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 def error_of(response: Response) -> str:
-    """Return a failed response as one line."""
+    """Return the error of a failed response as one line: status, message and remedy."""
     try:
         content = msgspec.json.decode(response.body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,5 +1,4 @@
-"""The cluster token: a secret shared by the processes of one deployment, and the socket authentication with
-it."""
+"""The cluster token: the secret that the processes of a deployment share, and socket authentication by it."""
 
 import hashlib
 import hmac

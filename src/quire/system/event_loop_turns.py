@@ -13,7 +13,7 @@ _PIECE = 32
 
 
 class TurnBudget:
-    """CPU time that may be used in each turn of the running event loop before some kind of work waits."""
+    """CPU time that one kind of work may use in each turn of the running event loop, 4 ms by default."""
 
     def __init__(self, seconds: float = _TURN_S, clock: Callable[[], float] = time.thread_time) -> None:
         self._seconds, self._clock = seconds, clock

@@ -38,8 +38,8 @@ def token_host(settings: TransferSettings, side_channel_host: str) -> str:
 
 
 class KnownEngine:
-    """A file by which engines of the same user on this machine find this one. It is locked as long as the
-    engine runs; those without a lock are deleted."""
+    """A file by which engines of the same user on this machine find this engine. The file is locked while the
+    engine runs; files without a lock are deleted."""
 
     def __init__(self, root: Path, engine_id: str, host: str, port: int) -> None:
         folder = root / FOLDER
@@ -49,7 +49,7 @@ class KnownEngine:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
         self._path = folder / engine_id
-        unlocked = folder / f".{engine_id}"  # other engines do not look at it yet
+        unlocked = folder / f".{engine_id}"  # other engines ignore names with a leading dot
         self._file = unlocked.open("w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.write(f"{host} {port}")

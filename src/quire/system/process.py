@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 SPARE_BYTES = 64 << 20
 _SWITCH_S = 0.001
-"""Time after which a thread that waits for the GIL interrupts another."""
+"""Seconds after which a thread that waits for the GIL interrupts the thread that holds it."""
 _is_tuned = False
 """Whether this process has frozen its objects. Python itself and users may have frozen others: freezing again
 would keep an engine that is dropped later in memory."""
@@ -47,15 +47,15 @@ def adopt(role: str) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(_PR_SET_NAME, f"quire:{role}".encode()[:15], 0, 0, 0)
         parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # it died before prctl was called
+        if parent is not None and os.getppid() != parent.pid:  # the parent died before prctl
             os._exit(1)
 
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold back SIGINT: from this thread until the end, from child processes that start meanwhile for good.
-    Otherwise a Ctrl-C during their imports prints a traceback of each. The first child process
-    starts multiprocessing's resource tracker, which would admit SIGINT again."""
+    """Block SIGINT in this thread within the context, and for good in child processes that start there.
+    Otherwise a Ctrl-C during their imports prints a traceback of each. Multiprocessing's resource tracker is
+    started first: its start with the first child process would unblock SIGINT again."""
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -98,7 +98,7 @@ def tune_allocator() -> None:
     """Keep up to 64 MiB of freed memory for the next request, unless MALLOC_ variables are set. By default
     glibc returns pieces above 128 KiB to the system, and gets them again page by page.
 
-    Receiving a body of 660 kB took 0.53 ms of CPU instead of 1.12, one of 9.4 MB 6.3 instead of 16.
+    Receiving a body of 660 kB took 0.53 ms of CPU instead of 1.12, a body of 9.4 MB 6.3 ms instead of 16.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -107,8 +107,8 @@ def tune_allocator() -> None:
 
 
 def shorten_thread_switches() -> None:
-    """Let the event loop of an API process interrupt other threads of it after 1 ms, not 5. It gives up the
-    GIL several times in a request, and waits for it each time that another thread reads a long body.
+    """Let the event loop of an API process interrupt other threads after 1 ms instead of 5. The loop releases
+    the GIL several times in a request, and must wait for it while another thread reads a long body.
 
     Beside such a thread `/health` took 2.3 ms instead of 6.2, and the thread was not slower.
     """
@@ -116,7 +116,7 @@ def shorten_thread_switches() -> None:
 
 
 def all_objects() -> list[Any]:
-    """Return all objects that the garbage collector knows, including those that this process has frozen."""
+    """Return all objects that the garbage collector tracks, including those that this process has frozen."""
     if not _is_tuned:
         return gc.get_objects()
     gc.unfreeze()

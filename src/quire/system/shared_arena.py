@@ -36,7 +36,7 @@ class SharedObject:
     num_users: int = 0
     """References in this process."""
     num_sent: int = 0
-    """Number of times it was sent to the other process."""
+    """Number of times the object was sent to the other process."""
 
 
 class SharedArena:
@@ -112,7 +112,7 @@ class SharedArena:
         return _read(self._memory, self._words, stored)
 
     def is_idle(self, parcel: SharedObject) -> bool:
-        """Whether it would be overwritten if it were dropped."""
+        """Whether the object would be overwritten if it were dropped."""
         with self._lock:
             self._settle()
             return self._is_idle(parcel)
@@ -211,7 +211,7 @@ class ArenaReader:
 
 
 class ArenaView:
-    """The reading side: one mapping at a time."""
+    """Reads objects in place without releasing them, in one mapped memory at a time."""
 
     def __init__(self) -> None:
         self._key: tuple[int, int] | None = None

@@ -39,8 +39,8 @@ class SharedCache:
     """One process's access to the shared values. Any thread may use it."""
 
     def __init__(self, path: str) -> None:
-        """Open the memory at `path`; raise OSError if that is not possible. A lock belongs to an open file,
-        which therefore must not be one that another process has opened."""
+        """Open the memory at `path`; raise OSError if that is not possible. A lock belongs to an open file
+        description, so every process must open the memory itself."""
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         self.max_bytes = os.fstat(self._fd).st_size
@@ -90,7 +90,7 @@ class SharedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the ring that hold values, or held removed ones."""
+        """Return the used bytes of the ring, including those of removed values."""
         return min(self._words[0], len(self._ring))
 
     def __len__(self) -> int:
