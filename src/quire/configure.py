@@ -39,9 +39,9 @@ logger = get_logger(__name__)
 def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     """Find the model of `settings` and resolve every setting.
 
-    Invalid settings are rejected as early as possible: most of them before anything is downloaded, those that
-    depend on a hub model's config.json before its weights are. The weights of the model and of its draft are
-    downloaded last.
+    Invalid settings are rejected as early as possible: most of them before anything is downloaded, settings
+    that depend on a hub model's config.json before its weights are downloaded. The weights of the model and
+    of its draft are downloaded last.
     """
     env = Env.read(os.environ)
     warn_unknown(os.environ)
@@ -105,7 +105,7 @@ def _read_model(
 
 
 def _weights_tell_quantization(config: EngineConfig) -> bool:
-    """Whether the downloaded weights were saved by hqq itself, which config.json does not say."""
+    """Whether the downloaded weights were saved by the package hqq, which config.json does not contain."""
     checkpoints = [config.checkpoint, *([] if config.draft is None else [config.draft.checkpoint])]
     return any(stored.quant is None and is_saved_by_hqq(stored.path) for stored in checkpoints)
 

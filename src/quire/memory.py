@@ -30,7 +30,7 @@ _MOST_SEQS = 128
 _LAUNCH_FLOPS = 7 * 10**12
 """FLOPs that a GPU computes while the host launches the kernels of a step with prompts."""
 MAX_TAPED = 64
-"""Maximum sequences of a decode that is recorded on a CPU. Larger ones hide the call overhead."""
+"""Maximum sequences of a decode step that is recorded on a CPU. Larger steps hide the call overhead."""
 NUM_OFFLOAD_BUFFERS = 2
 """Buffers for offloaded layers on the device: one is computed with while the next layer is copied."""
 _CHECKPOINT_SHARE = 4
@@ -111,8 +111,8 @@ def max_vectors(config: EngineConfig) -> int:
 
 
 def max_kept(config: EngineConfig) -> int:
-    """Return the size of the encoder cache in item embeddings. Cross-attention models keep those of all
-    rows."""
+    """Return the size of the encoder cache in item embeddings. Cross-attention models keep the embeddings of
+    all rows."""
     media = config.checkpoint.facts.media
     num_cross_states = 0 if media is None else media.num_cross_states
     return config.scheduler.max_num_seqs * num_cross_states or max_vectors(config)
@@ -214,11 +214,11 @@ class CacheRoom:
     """Memory for the KV cache, and the settings that determine it."""
 
     kv_bytes: int
-    """Bytes for the cache."""
+    """Bytes for the KV cache."""
     other_bytes: int
     """Bytes for weights and activations."""
     total_bytes: int
-    """Memory of the device."""
+    """Bytes of the device's memory."""
     num_blocks_override: int | None = None
     soft: bool = False
     """Whether `kv_bytes` is a default: the cache is reduced to what all rows can fill."""

@@ -72,7 +72,7 @@ class AgentShape:
     """Standard deviation of the logarithm of the lengths of tool results."""
     pause_median_s: float
     pause_p99_s: float
-    """Pauses are log-normal."""
+    """99th percentile of the pauses, which are log-normal."""
     think_s: float
     """Mean of the time that a user thinks, added to the pause of some turns."""
     think_every: int
@@ -116,9 +116,9 @@ class _TraceLine(msgspec.Struct):
     output_length: Annotated[int, msgspec.Meta(ge=1)]
     session_id: str | int | None = None
     timestamp: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """Milliseconds."""
+    """Milliseconds after the start of the run at which the request may be sent."""
     delay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Seconds."""
+    """Seconds to wait before the request."""
     hash_ids: tuple[int, ...] = ()
 
 

@@ -225,7 +225,7 @@ async def _serve(
     from quire.server.main import serve  # the supervisor forks quickly without the web server
 
     engine.start()
-    with suppress(TimeoutError):  # so that clients of a running core are not told that it starts
+    with suppress(TimeoutError):  # then the first clients do not get the answer that the core is starting
         await asyncio.wait_for(engine.ready(), FIRST_MESSAGE_S)
     started: asyncio.Future[Application] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(

@@ -98,8 +98,8 @@ class Supervisor:
         return new_token()
 
     def _local_addresses(self) -> dict[int, str]:
-        """Return the addresses of the local cores. A headless server's cores are used from another
-        machine."""
+        """Return the addresses of the local cores: IPC sockets, or TCP ports for a headless server, whose
+        cores are used from another machine."""
         if self.topology.num_api:
             return {rank: f"ipc://{self.folder}/core{rank}" for rank in self.topology.local}
         host = own_address(self.config.parallel.data_parallel_address, Env.read(os.environ).host_ip)

@@ -57,12 +57,12 @@ class ModelCores:
         self._watcher = asyncio.create_task(self._watch())
 
     async def wake_up(self) -> None:
-        """Wake the cores up. If that fails, they are started again."""
+        """Wake up the cores; restart them if that fails."""
         try:
             await self.engine.operation.wake_up()
             self._is_awake = True
         except EngineError as error:
-            log.warning("Waking up failed, the engine is started again: %s", error)
+            log.warning("Waking up failed; the engine cores of the model are restarted: %s", error)
             await self.unload()
             await self.load()
 

@@ -1,4 +1,4 @@
-"""The executor of several ranks: starts them together, sends them plans, and detects lost ones."""
+"""The executor of several ranks: starts the ranks together, sends them plans, and detects lost ranks."""
 
 import contextlib
 import hashlib
@@ -157,7 +157,7 @@ class RankedExecutor:
         )
 
     def _failure_message(self, index: int, message: Failed | RankEnded) -> str:
-        """Return why the start failed, from the rank that caused it: others only report that it is gone."""
+        """Return why the start failed, by the rank that caused it: other ranks only report its loss."""
         messages, deadline = {index: message}, time.monotonic() + CAUSE_S
         while not any(_cause_score(message) == _CAUSE for message in messages.values()):
             try:
@@ -308,7 +308,7 @@ class RankedExecutor:
     # ---- health
 
     def watch(self) -> None:
-        """Handle the messages of ranks. Raise EngineDead if a rank is gone, or a step failed on some only."""
+        """Handle messages of ranks. Raise EngineDead if a rank is gone or only some ranks failed a step."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         with self._lock:

@@ -29,7 +29,7 @@ LONGEST = 1 << 30
 MAX_JOIN_BYTES = 64 << 10
 """Size limit of the first message of a connection, before its sender is authenticated."""
 MAX_UNADMITTED = 64
-"""Most connections without a first message at the same time; further ones are closed."""
+"""Largest number of connections without a first message; further connections are closed."""
 RETRY_S = 0.1
 """Pause after a connection could not be accepted, for example without free file descriptors."""
 _SILENCE_MS = 10_000

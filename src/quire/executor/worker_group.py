@@ -64,7 +64,8 @@ class _Member:
 
 
 class LocalRanks:
-    """Ranks of this machine as child processes, which one thread starts, watches and ends."""
+    """Ranks of this machine as child processes, which one thread starts, watches and ends. The thread lives
+    until then: on Linux its child processes are killed when it ends."""
 
     def __init__(self, places: list[RankAddress], messages: MessageQueue | None = None) -> None:
         self.places = places
@@ -137,7 +138,7 @@ class LocalRanks:
         return _Member(index, process, pipe)
 
     def _poll(self) -> bool:
-        """Read the messages of ranks and detect lost ones; return whether the group is to end."""
+        """Read the messages of ranks and detect lost ranks; return whether the group is to end."""
         alive = [member for member in self._members if not member.is_gone]
         ready = connection.wait([self._stop, *(member.pipe for member in alive)], LOOK_S)
         for member in alive:

@@ -33,7 +33,7 @@ LIBRARY_BYTES = 0.8 * 2**30
 
 
 class Precision(NamedTuple):
-    """Storage of the weights."""
+    """A storage format of the weights."""
 
     bits: float
     """Bits per weight of a linear layer, including scales."""

@@ -77,8 +77,8 @@ def _solve(large_s: float, large_floor_s: float, small_s: float, small_floor_s: 
 
 
 def _products_floor(device: Accelerator, num_bytes: float, flops_s: float) -> float:
-    """Return the seconds of the matrix products of a decode step at peak rates: the larger of reading and
-    computing, and more if both are near."""
+    """Return the seconds of the matrix products of a decode step at peak rates: the larger of the times for
+    reading and for computing, and more if both times are similar."""
     return math.hypot(num_bytes / device.bytes_s, flops_s)
 
 

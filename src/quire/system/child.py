@@ -94,7 +94,8 @@ class Child:
             await asyncio.sleep(_POLL_S)
 
     def look(self) -> bool:
-        """Read the messages of the process; return whether it has ended. Raise if it never was up before."""
+        """Read the messages of the process; return whether it has ended. Raise a ConfigError if it ended
+        before it was ever up."""
         code = self.process.exitcode if self.process is not None else None
         self.listen()  # after reading the exit code, so that no last message is missed
         if code is None:

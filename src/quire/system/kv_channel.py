@@ -27,7 +27,7 @@ def zmq_address(host: str, port: int | str) -> tuple[str, bool]:
 
 
 def token_host(settings: TransferSettings, side_channel_host: str) -> str:
-    """Return the host that decides which token the engines share: another machine, if there is any."""
+    """Return the host by which the cluster token is chosen: that of another machine, or loopback."""
     hosts = [side_channel_host] if settings.produces else []
     hosts += [host for host, _ in settings.peers] if settings.consumes else []
     local = ("localhost", "::1")
@@ -77,8 +77,8 @@ def is_peer(settings: TransferSettings, root: Path, engine_id: str, prefix: Remo
 
 
 class TransferMemory:
-    """Memory that another process on this machine may write entries to. It has no name: the other process
-    opens it through this one, and checks the random bytes at its start."""
+    """Memory to which another process on this machine may write entries. It has no name: the other process
+    opens it through /proc of this process, and checks the random bytes at its start."""
 
     def __init__(self, num_bytes: int) -> None:
         fd = os.memfd_create("quire-kv")
@@ -102,8 +102,7 @@ class TransferMemory:
 
 
 def open_memory(path: str, nonce: bytes) -> memoryview | None:
-    """Return the memory for entries of another process; None if there is none at this path with this
-    nonce."""
+    """Return the memory of another process to write entries to; None if the path or the nonce is wrong."""
     if not _DESCRIPTOR.fullmatch(path) or len(nonce) != NONCE_BYTES:
         return None
     try:

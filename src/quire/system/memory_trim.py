@@ -49,7 +49,7 @@ class MemoryTrimmer:
             self.look()
 
     def start(self) -> None:
-        """Look at the heap every ten seconds, in a thread."""
+        """Start a thread that checks the heap every ten seconds."""
         threading.Thread(target=self._run, name="quire-trim", daemon=True).start()
 
 

@@ -18,7 +18,7 @@ from quire.system.cluster_token import FAILURES, MISMATCHES, VARIABLE, Handshake
 log = get_logger(__name__)
 
 ENLIST_S = 0.5
-"""Seconds between two messages of a node, which serve as heartbeats in both directions."""
+"""Seconds between two messages of a node; a message and its answer are the heartbeats."""
 GONE_S = 3.0
 """Seconds without a message of a node after which another node may take its ranks."""
 REMIND_S = 30.0

@@ -25,8 +25,8 @@ SPARE_BYTES = 64 << 20
 _SWITCH_S = 0.001
 """Seconds after which a thread that waits for the GIL interrupts the thread that holds it."""
 _is_tuned = False
-"""Whether this process has frozen its objects. Python itself and users may have frozen others: freezing again
-would keep an engine that is dropped later in memory."""
+"""Whether `tune_garbage_collector` was called. If only Python or the user froze objects, they stay as they
+are: freezing again would keep an engine that is dropped later in memory."""
 _MAX_FILES = 1 << 20
 """Limit of open files: containers may allow a billion, and programs that walk all descriptors would take
 minutes."""

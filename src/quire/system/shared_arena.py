@@ -25,7 +25,7 @@ _WRAP = 1 << 32
 
 @dataclass(slots=True, eq=False)
 class SharedObject:
-    """An object, as the owner of the memory sees it."""
+    """The owner's record of an object in the shared memory."""
 
     start: int
     size: int
@@ -56,7 +56,7 @@ class SharedArena:
         self._memory = memoryview(mmap.mmap(fd, num_bytes))
         self._words = self._memory.cast("I")
         self._free = [(0, num_bytes)]
-        """Start and size of free pieces, sorted; never two adjacent ones."""
+        """Start and size of free pieces in bytes, sorted; adjacent pieces are joined."""
         self._parcels: dict[int, SharedObject] = {}
         self._dropped: dict[int, SharedObject] = {}
         """Objects that wait to be overwritten."""
@@ -162,7 +162,7 @@ class SharedArena:
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """A mapping of another process's memory."""
+    """The memory of another process, mapped into this process."""
 
     fd: int
     words: memoryview

@@ -112,7 +112,7 @@ class SharedCache:
     # ---- with the lock
 
     def _is_kept(self, position: int) -> bool:
-        """Whether no later value was or is written over the one at this ring position."""
+        """Whether the value at this ring position was not overwritten, not even in part."""
         return self._words[0] - position <= len(self._ring)
 
     def _entries(self, digest: bytes) -> range:
@@ -126,7 +126,7 @@ class SharedCache:
         return self._words[entry + 2 : entry + 6].tobytes()
 
     def _enter(self, digest: bytes, position: int, length: int) -> None:
-        """Use the entry of the key, or else the one with the oldest value. It is invalid while it changes."""
+        """Write the entry of a key, over the entry with the oldest value if the key has none."""
         entries = self._entries(digest)
         same = (entry for entry in entries if self._digest(entry) == digest)
         entry = next(same, None) or min(entries, key=lambda entry: self._words[entry])
