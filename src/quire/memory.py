@@ -37,7 +37,8 @@ _CHECKPOINT_SHARE = 4
 """Checkpoints of SSM states get at most 1/4 of the memory that the states of running requests leave."""
 _MAX_CHECKPOINTS = 4096
 _TAPED_TIMES = 2
-"""Factor for the memory pool: its blocks are powers of two, and smaller decodes may come first."""
+"""Factor for the memory pool of recorded decode steps: its blocks are powers of two, and smaller steps may
+come first."""
 
 
 def human(num_bytes: float) -> str:
@@ -45,7 +46,7 @@ def human(num_bytes: float) -> str:
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
-    """Return the peak of one step: the widest layer of all tokens, float32 logits, and copies for
+    """Return the peak bytes of one step: the widest layer of all tokens, float32 logits, and copies for
     sampling."""
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
     logits = (num_seqs + special) * facts.vocab * 4
@@ -53,7 +54,7 @@ def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs:
 
 
 def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
-    """Return the memory of the recorded decodes on a CPU."""
+    """Return the bytes of the recorded decode steps on a CPU."""
     taped = 0 if config.model.enforce_eager else min(config.scheduler.max_num_seqs, max_taped)
     return _TAPED_TIMES * activation_bytes(
         config.rank_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
@@ -61,8 +62,8 @@ def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
 
 
 def ladder(largest: int) -> list[int]:
-    """Return the batch sizes of the captured decodes. They are dense where one more sequence costs time.
-    Up to 128, decodes are limited by memory bandwidth, and a GEMM tile has spare rows."""
+    """Return the batch sizes of the captured decode steps. Sizes are dense where one more sequence costs
+    time. Up to 128, decode steps are limited by memory bandwidth, and a GEMM tile has spare rows."""
     sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64), *range(640, 1025, 128)]
     return sorted({min(size, largest) for size in sizes})
 
@@ -80,7 +81,7 @@ def max_mixed_tokens(config: EngineConfig) -> int:
 
 
 def graph_bytes(config: EngineConfig) -> int:
-    """Return the memory of all CUDA graphs; each keeps its outputs."""
+    """Return the bytes of all CUDA graphs; each graph keeps its outputs."""
     facts, largest = config.checkpoint.facts, config.scheduler.max_num_seqs
     largest = 0 if config.model.enforce_eager else -(-largest // config.parallel.pipeline_parallel_size)
     if not largest:
@@ -91,7 +92,7 @@ def graph_bytes(config: EngineConfig) -> int:
 
 
 def mixed_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
-    """Return the memory of one captured step with prompts: its outputs and its input embeddings."""
+    """Return the bytes of one captured step with prompts: its outputs and its input embeddings."""
     facts, width = config.checkpoint.facts, config.checkpoint.facts.hidden
     if facts.media is not None:
         width += facts.hidden * (1 + facts.media.levels)
@@ -100,7 +101,7 @@ def mixed_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
 
 
 def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:
-    """Return the memory of prompt embeddings: the input, in float32 at most, and a copy in the model's
+    """Return the bytes of prompt embeddings: the input, in float32 at most, and a copy in the model's
     dtype."""
     return num_tokens * facts.hidden * (4 + DTYPE_BYTES[dtype])
 
@@ -140,7 +141,7 @@ def _widest(facts: ArchFacts) -> int:
 
 
 def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
-    """Return the float32 memory of the (token, expert) pairs: input, intermediate and output."""
+    """Return the bytes of the (token, expert) pairs in float32: input, intermediate and output."""
     if facts.moe is None:
         return 0
     pairs = min(num_tokens * facts.moe.routing.per_token, _PAIRS_AT_ONCE)
@@ -244,8 +245,8 @@ def size_cache(
     checkpoint_unit: int | None = None,
 ) -> CacheSize:
     """Return the largest cache that fits together with the states of all rows. It must hold one request of
-    `max_model_len` with any chunking; with `auto_fit` that length is reduced instead. Of the rest, some is
-    for checkpoints of states after multiples of `checkpoint_unit` tokens."""
+    `max_model_len` with any chunking; with `auto_fit` that length is reduced instead. Part of the rest is for
+    checkpoints of SSM states after multiples of `checkpoint_unit` tokens; None: no checkpoints."""
 
     def blocks_of(num_tokens: int, chunk: int = max_chunk) -> int:
         return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=chunk)
@@ -321,7 +322,7 @@ class ModelMemory(NamedTuple):
 
 def model_memory(config: EngineConfig) -> ModelMemory:
     """Estimate the memory of a model on each of its GPUs, or of all its ranks on a CPU. Without a fixed cache
-    size it takes `gpu_memory_utilization` of the memory."""
+    size a model takes `gpu_memory_utilization` of the memory."""
     cache, machine, parallel = config.cache, config.machine, config.parallel
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     weights = _stored_bytes(config) // num_ranks

@@ -68,7 +68,7 @@ class LLMControl:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached prefixes. Return False while requests hold blocks, unless
-        `reset_running_requests` recomputes them."""
+        `reset_running_requests` preempts these requests."""
         return self._wait(self._operation.reset_prefix_cache(reset_running_requests, reset_connector))
 
     def reset_mm_cache(self) -> None:

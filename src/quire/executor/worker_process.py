@@ -47,7 +47,7 @@ from quire.system.shm import SPIN_S, ShmReader, ShmWriter
 log = get_logger(__name__)
 
 STEPS_IN_FLIGHT = 2
-"""Steps in flight on a GPU: its buffers are made for this number, or for one per pipeline stage."""
+"""Steps in flight on a GPU, or one per pipeline stage if that is more; buffers are made for this number."""
 _LONG_S = 3600.0
 _MAX_COMPILERS = 16
 _COMPILER_BYTES = 2**30

@@ -95,7 +95,7 @@ class ExpertDispatch:
         return ExpertPlaces(placement, num_experts, self.group.rank, width, device)
 
     def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
-        """Return the most bytes that a step of `num_tokens` tokens takes here."""
+        """Return the most bytes that the dispatch takes in a step of `num_tokens` tokens."""
         return 0
 
     def __call__(
@@ -124,7 +124,7 @@ class _DataParallelDispatch(ExpertDispatch):
         self, x: Tensor, ids: Tensor, weights: Tensor, step: EPTokens | None
     ) -> tuple[Tensor, Tensor, int]:
         """Return this rank's share of the tokens, padded to its share of the largest engine: the rows of x;
-        ids and weights in one tensor; the first token. Ids of padding are -1."""
+        ids and weights in one tensor; the index of the first token. Ids of padding are -1."""
         num, room = (len(x), len(x)) if step is None else step
         share = -(-room // self.tp.size)
         first = self.tp.rank * share
@@ -137,7 +137,7 @@ class _DataParallelDispatch(ExpertDispatch):
         return rows, padded, first
 
     def _restore(self, out: Tensor, like: Tensor, first: int) -> Tensor:
-        """Put the outputs at their position among all tokens."""
+        """Return [len(like), hidden] with this rank's outputs from row `first` on, and zeros elsewhere."""
         if len(out) == len(like):
             return out
         whole = torch.zeros(len(like), out.shape[1], dtype=out.dtype, device=out.device)

@@ -116,7 +116,7 @@ async def stream(
     *,
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Request a streamed response and pass on its chunks. Raises BadAnswer if it is an error or
+    """Request a streamed response and pass on its chunks. Raise BadAnswer if the response is an error or
     incomplete."""
     reader = CompletionStream(on_chunk)
     response = await client.request("POST", path, body, on_body=reader.feed, headers=headers)

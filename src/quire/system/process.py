@@ -38,7 +38,7 @@ def parent_age_s() -> float:
 
 
 def adopt(role: str) -> None:
-    """Name this process, let it die with its parent, and leave SIGINT to the supervisor."""
+    """Name this process, let it die with its parent (on Linux), and leave SIGINT to the supervisor."""
     name_process(role)
     tqdm.set_lock(threading.RLock())  # the default is a semaphore that a killed process leaks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,8 +65,8 @@ def interrupts_held() -> Iterator[None]:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, also for later children. It is often 1,024, and
-    each connection is a file."""
+    """Raise the soft limit of open files to the hard limit, also for later children. The soft limit is often
+    1,024, and each connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -77,9 +77,9 @@ def raise_file_limit() -> None:
 def limit_thread_spinning() -> None:
     """Let OpenMP's threads sleep soon when they wait for each other. Must be called before torch is imported.
 
-    By default they spin for milliseconds, which takes CPU time from the awaited thread on a busy machine, at
-    each of the 300 barriers of a decode step. Beside a busy process a step of the packaged model took 14 ms
-    with 500 to 2,000 spins and 19 to 27 ms with 20,000, which is 6 % faster at best on an idle machine.
+    By default threads spin for milliseconds, which takes CPU time from the awaited thread on a busy machine,
+    at each of the 300 barriers of a decode step. Beside a busy process a step of the packaged model took
+    14 ms with 500 to 2,000 spins and 19 to 27 ms with 20,000, which is 6 % faster at best on an idle machine.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

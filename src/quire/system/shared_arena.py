@@ -1,7 +1,7 @@
 """Objects in shared memory: one process writes them, others read them in place.
 
-The memory has no name: other processes open it through a process that has it, and it is freed with the last
-of them, however they end.
+The memory has no name: other processes open it through /proc of a process that has it open. It is freed when
+the last of these processes ends.
 """
 
 import itertools
@@ -42,8 +42,8 @@ class SharedObject:
 class SharedArena:
     """The shared memory on the side of its owner, which allocates it.
 
-    An object is overwritten when it was dropped, no `StoredArrays` of it exists here, and the other process
-    has released all that were sent there. Releases are counted in the object itself.
+    An object is overwritten after it was dropped, no `StoredArrays` of it exists in this process, and the
+    other process has released all that were sent to it. Releases are counted in the object itself.
     """
 
     def __init__(self, num_bytes: int, max_parcel_bytes: int) -> None:

@@ -1,9 +1,9 @@
 """SharedCache: values by key in memory that several processes share, limited in bytes.
 
-The memory has no name: the processes open it through the one that created it, and it is freed with the last
-of them. It is a ring: a value is written behind the newest one, over the oldest ones. A value is entered in
-the table of keys once it is complete, so that a process that dies while it writes leaves nothing to read. The
-lock of a process that dies is released by the operating system.
+The memory has no name: processes open it through the process that created it, and it is freed when the last
+of these processes ends. It is a ring: a value is written behind the newest value, over the oldest values. A
+value is entered in the table of keys once it is complete, so that a process that dies while it writes leaves
+nothing to read. The lock of a process that dies is released by the operating system.
 """
 
 import fcntl

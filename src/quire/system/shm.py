@@ -1,6 +1,6 @@
 """Shared-memory rings: messages from one writer to many readers, without a copy for each of them.
 
-The memory has no name: it is freed with the last process that has its file descriptor, however they end.
+The memory has no name: it is freed when the last process with its file descriptor ends.
 """
 
 import ctypes
