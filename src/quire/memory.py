@@ -27,6 +27,7 @@ GRAPH_BYTES = 8 << 20
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Token counts of the captured steps with prompts."""
 _MOST_SEQS = 128
+"""Maximum sequences of a captured step with prompts."""
 _LAUNCH_FLOPS = 7 * 10**12
 """FLOPs that a GPU computes while the host launches the kernels of a step with prompts."""
 MAX_TAPED = 64
@@ -36,6 +37,7 @@ NUM_OFFLOAD_BUFFERS = 2
 _CHECKPOINT_SHARE = 4
 """Checkpoints of SSM states get at most 1/4 of the memory that the states of running requests leave."""
 _MAX_CHECKPOINTS = 4096
+"""Maximum number of checkpoints of SSM states."""
 _TAPED_TIMES = 2
 """Factor for the memory pool of recorded decode steps: its blocks are powers of two, and smaller steps may
 come first."""

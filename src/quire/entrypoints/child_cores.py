@@ -26,6 +26,7 @@ from quire.system.cluster_token import new_token
 from quire.system.scratch import Scratch
 
 KILL_AFTER_S = 5.0
+"""Seconds that a process has to end after SIGTERM before it is killed."""
 POLL_S = 0.2
 
 

@@ -21,6 +21,7 @@ from quire.server.settings import ServerSettings, make_settings, server_flags
 PER_MODEL = ("api", "adapters")
 """Sections of the server with flags that may differ between models."""
 _SHARED_ENGINE_FLAGS = ("device", "device_ids", "config")
+"""Engine flags that cannot differ between the models of a server."""
 _ONE_MODEL_FLAGS = ("model", "served_model_name", "tokenizer", "lora_modules")
 """Flags that describe one model, and so cannot be given for all of them."""
 

@@ -60,6 +60,7 @@ CAUSE_S = 1.0
 WARM_UP_FAILURE_S = 60.0
 """Seconds for the other ranks to end a warm-up after one rank failed: they may wait in a collective."""
 REPORT_S = 5.0
+"""Seconds between two log lines about the progress of the start."""
 _LOOK_S = 0.002
 """Seconds between two checks for the results of a call."""
 _FOREVER_S = float("inf")

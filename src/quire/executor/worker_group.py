@@ -24,6 +24,7 @@ log = get_logger(__name__)
 MessageQueue = queue.SimpleQueue[tuple[int, FromRank]]
 """Messages of ranks, each with its index in the group, in order of arrival."""
 LOOK_S = 0.5
+"""Seconds between two checks for ended rank processes."""
 END_S = 2.0
 """Seconds for ranks to end by themselves."""
 _ENTRY = "from quire.executor.worker_process import main; main()"

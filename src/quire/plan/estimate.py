@@ -206,6 +206,7 @@ def fits(
 
 
 _QUIET = Env(cache_root=Env.read({}).cache_root)
+"""The default environment, so that variables of this process do not change a plan."""
 
 
 def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any]:

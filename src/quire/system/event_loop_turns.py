@@ -10,6 +10,7 @@ T = TypeVar("T")
 
 _TURN_S = 0.004
 _PIECE = 32
+"""Number of items that are handled between two checks of the budget."""
 
 
 class TurnBudget:

@@ -22,6 +22,7 @@ from quire.logs import name_process
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 SPARE_BYTES = 64 << 20
+"""Bytes of freed memory that a process keeps for later requests."""
 _SWITCH_S = 0.001
 """Seconds after which a thread that waits for the GIL interrupts the thread that holds it."""
 _is_tuned = False

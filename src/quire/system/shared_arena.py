@@ -20,6 +20,7 @@ _LINE = 64
 """Alignment of objects. Each begins with two words of 4 bytes: the number of releases by its receivers, and
 its generation."""
 _HEAD = 8
+"""Bytes of the two words at the start of an object."""
 _WRAP = 1 << 32
 
 
