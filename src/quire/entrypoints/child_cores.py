@@ -112,7 +112,7 @@ class ChildCores:
             ready.cancel()
 
     def restart_dead(self, *, restarts: bool = True) -> bool:
-        """Return whether a core is dead. With `restarts`, first restart those whose backoff is over."""
+        """Return whether a core is dead. With `restarts`, first restart cores after their backoff."""
         dead = False
         for rank, child in self.children.items():
             if child.look():

@@ -98,7 +98,7 @@ class Supervisor:
         return new_token()
 
     def _local_addresses(self) -> dict[int, str]:
-        """Return the addresses of the local cores: IPC sockets, or TCP ports for a headless server, whose
+        """Return the addresses of the local cores: IPC sockets, or TCP ports for a headless server, since its
         cores are used from another machine."""
         if self.topology.num_api:
             return {rank: f"ipc://{self.folder}/core{rank}" for rank in self.topology.local}
@@ -253,7 +253,7 @@ class Supervisor:
             self.stopping = self.stopping or self.announcer.ends
 
     def _restart(self, children: Sequence[Child]) -> None:
-        """Detect children that have ended, and restart those whose backoff is over."""
+        """Detect children that have ended, and restart children after their backoff."""
         for child in children:
             child.listen()  # read startup errors before the exits they cause
         for child in children:

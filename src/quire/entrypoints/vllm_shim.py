@@ -212,7 +212,7 @@ class _Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the names of the module are resolved on first use."""
+        """Execute nothing: the names of the module are resolved on first use."""
 
 
 def install() -> None:

@@ -89,7 +89,7 @@ class RankedExecutor:
         self._warm_at = 0.0
         """Last time at which no rank had failed in the current warm-up."""
         self._last_done = -1
-        """Number of the last step whose result was returned; -1 before the first."""
+        """Number of the last step with a returned result; -1 before the first."""
         self._returned: dict[int, dict[int, Returned]] = {}
         """Results by call, then by rank."""
         self._numbers = itertools.count()
