@@ -39,9 +39,9 @@ logger = get_logger(__name__)
 def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     """Find the model of `settings` and resolve every setting.
 
-    Invalid settings are rejected as early as possible: most of them before anything is downloaded, those that
-    depend on a hub model's config.json before its weights are. The weights of the model and of its draft are
-    downloaded last.
+    Invalid settings are rejected as early as possible: most of them before anything is downloaded, settings
+    that depend on a hub model's config.json before its weights are downloaded. The weights of the model and
+    of its draft are downloaded last.
     """
     env = Env.read(os.environ)
     warn_unknown(os.environ)
@@ -105,7 +105,7 @@ def _read_model(
 
 
 def _weights_tell_quantization(config: EngineConfig) -> bool:
-    """Whether the downloaded weights were saved by hqq itself, which config.json does not say."""
+    """Whether the downloaded weights were saved by the package hqq, which config.json does not contain."""
     checkpoints = [config.checkpoint, *([] if config.draft is None else [config.draft.checkpoint])]
     return any(stored.quant is None and is_saved_by_hqq(stored.path) for stored in checkpoints)
 
@@ -167,7 +167,7 @@ def _find_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env) 
 
 
 def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
-    """Return the config with the draft model, if there is one. It must match the target."""
+    """Return the config with its draft model, if it has one. The draft must match the target model."""
     if config.speculation is None:
         return config
     target = config.checkpoint
@@ -224,7 +224,7 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the EOS ids. The tokenizer's comes first: an output that ends with it has no stop_reason."""
+    """Return the EOS ids. The tokenizer's id comes first: an output that ends with it has no stop_reason."""
     tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
     return tuple(
         dict.fromkeys([*([] if tokenizer_eos is None else [tokenizer_eos]), *config.checkpoint.eos_ids])
@@ -279,7 +279,7 @@ def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dic
 
 
 def settings_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return every resolved setting by section, without hidden ones."""
+    """Return every resolved setting by section, without fields that are left out of their repr."""
     return {
         name: {field.name: getattr(section, field.name) for field in fields(section) if field.repr}
         for name in SECTIONS

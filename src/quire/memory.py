@@ -1,5 +1,4 @@
-"""Memory estimates: bytes of activations, CUDA graphs and KV cache, the number of blocks, and the layers to
-offload. Uses no device."""
+"""Memory estimates in bytes: activations, CUDA graphs, KV cache blocks, layers to offload. Uses no device."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -28,17 +27,20 @@ GRAPH_BYTES = 8 << 20
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Token counts of the captured steps with prompts."""
 _MOST_SEQS = 128
+"""Maximum sequences of a captured step with prompts."""
 _LAUNCH_FLOPS = 7 * 10**12
 """FLOPs that a GPU computes while the host launches the kernels of a step with prompts."""
 MAX_TAPED = 64
-"""Maximum sequences of a decode that is recorded on a CPU. Larger ones hide the call overhead."""
+"""Maximum sequences of a decode step that is recorded on a CPU. Larger steps hide the call overhead."""
 NUM_OFFLOAD_BUFFERS = 2
 """Buffers for offloaded layers on the device: one is computed with while the next layer is copied."""
 _CHECKPOINT_SHARE = 4
-"""Checkpoints of states get this part of the memory that the states of running requests leave."""
+"""Checkpoints of SSM states get at most 1/4 of the memory that the states of running requests leave."""
 _MAX_CHECKPOINTS = 4096
+"""Maximum number of checkpoints of SSM states."""
 _TAPED_TIMES = 2
-"""Factor for the memory pool: its blocks are powers of two, and smaller decodes may come first."""
+"""Factor for the memory pool of recorded decode steps: its blocks are powers of two, and smaller steps may
+come first."""
 
 
 def human(num_bytes: float) -> str:
@@ -46,7 +48,7 @@ def human(num_bytes: float) -> str:
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
-    """Return the peak of one step: the widest layer of all tokens, float32 logits, and copies for
+    """Return the peak bytes of one step: the widest layer of all tokens, float32 logits, and copies for
     sampling."""
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
     logits = (num_seqs + special) * facts.vocab * 4
@@ -54,7 +56,7 @@ def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs:
 
 
 def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
-    """Return the memory of the recorded decodes on a CPU."""
+    """Return the bytes of the recorded decode steps on a CPU."""
     taped = 0 if config.model.enforce_eager else min(config.scheduler.max_num_seqs, max_taped)
     return _TAPED_TIMES * activation_bytes(
         config.rank_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
@@ -62,8 +64,8 @@ def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
 
 
 def ladder(largest: int) -> list[int]:
-    """Return the batch sizes of the captured decodes. They are dense where one more sequence costs time.
-    Up to 128, decodes are limited by memory bandwidth, and a GEMM tile has spare rows."""
+    """Return the batch sizes of the captured decode steps. Sizes are dense where one more sequence costs
+    time. Up to 128, decode steps are limited by memory bandwidth, and a GEMM tile has spare rows."""
     sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64), *range(640, 1025, 128)]
     return sorted({min(size, largest) for size in sizes})
 
@@ -81,7 +83,7 @@ def max_mixed_tokens(config: EngineConfig) -> int:
 
 
 def graph_bytes(config: EngineConfig) -> int:
-    """Return the memory of all CUDA graphs; each keeps its outputs."""
+    """Return the bytes of all CUDA graphs; each graph keeps its outputs."""
     facts, largest = config.checkpoint.facts, config.scheduler.max_num_seqs
     largest = 0 if config.model.enforce_eager else -(-largest // config.parallel.pipeline_parallel_size)
     if not largest:
@@ -92,7 +94,7 @@ def graph_bytes(config: EngineConfig) -> int:
 
 
 def mixed_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
-    """Return the memory of one captured step with prompts: its outputs and its input embeddings."""
+    """Return the bytes of one captured step with prompts: its outputs and its input embeddings."""
     facts, width = config.checkpoint.facts, config.checkpoint.facts.hidden
     if facts.media is not None:
         width += facts.hidden * (1 + facts.media.levels)
@@ -101,7 +103,7 @@ def mixed_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
 
 
 def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:
-    """Return the memory of prompt embeddings: the input, in float32 at most, and a copy in the model's
+    """Return the bytes of prompt embeddings: the input, in float32 at most, and a copy in the model's
     dtype."""
     return num_tokens * facts.hidden * (4 + DTYPE_BYTES[dtype])
 
@@ -112,8 +114,8 @@ def max_vectors(config: EngineConfig) -> int:
 
 
 def max_kept(config: EngineConfig) -> int:
-    """Return the maximum number of item embeddings that are kept. For cross-attention models it is per
-    row."""
+    """Return the size of the encoder cache in item embeddings. Cross-attention models keep the embeddings of
+    all rows."""
     media = config.checkpoint.facts.media
     num_cross_states = 0 if media is None else media.num_cross_states
     return config.scheduler.max_num_seqs * num_cross_states or max_vectors(config)
@@ -141,7 +143,7 @@ def _widest(facts: ArchFacts) -> int:
 
 
 def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
-    """Return the float32 memory of the (token, expert) pairs: input, intermediate and output."""
+    """Return the bytes of the (token, expert) pairs in float32: input, intermediate and output."""
     if facts.moe is None:
         return 0
     pairs = min(num_tokens * facts.moe.routing.per_token, _PAIRS_AT_ONCE)
@@ -215,11 +217,11 @@ class CacheRoom:
     """Memory for the KV cache, and the settings that determine it."""
 
     kv_bytes: int
-    """Bytes for the cache."""
+    """Bytes for the KV cache."""
     other_bytes: int
     """Bytes for weights and activations."""
     total_bytes: int
-    """Memory of the device."""
+    """Bytes of the device's memory."""
     num_blocks_override: int | None = None
     soft: bool = False
     """Whether `kv_bytes` is a default: the cache is reduced to what all rows can fill."""
@@ -245,8 +247,8 @@ def size_cache(
     checkpoint_unit: int | None = None,
 ) -> CacheSize:
     """Return the largest cache that fits together with the states of all rows. It must hold one request of
-    `max_model_len` with any chunking; with `auto_fit` that length is reduced instead. Of the rest, some is
-    for checkpoints of states after multiples of `checkpoint_unit` tokens."""
+    `max_model_len` with any chunking; with `auto_fit` that length is reduced instead. Part of the rest is for
+    checkpoints of SSM states after multiples of `checkpoint_unit` tokens; None: no checkpoints."""
 
     def blocks_of(num_tokens: int, chunk: int = max_chunk) -> int:
         return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=chunk)
@@ -314,7 +316,7 @@ def _too_small(
 
 
 class ModelMemory(NamedTuple):
-    """Estimated memory of a model: of its weights, and of everything while it is awake."""
+    """Estimated bytes of a model: of its weights, and of everything on its devices while it is awake."""
 
     weights: int
     awake: int
@@ -322,7 +324,7 @@ class ModelMemory(NamedTuple):
 
 def model_memory(config: EngineConfig) -> ModelMemory:
     """Estimate the memory of a model on each of its GPUs, or of all its ranks on a CPU. Without a fixed cache
-    size it takes `gpu_memory_utilization` of the memory."""
+    size a model takes `gpu_memory_utilization` of the memory."""
     cache, machine, parallel = config.cache, config.machine, config.parallel
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     weights = _stored_bytes(config) // num_ranks

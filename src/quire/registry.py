@@ -17,7 +17,7 @@ class LazyTable(Mapping[str, Any]):
     def __init__(self, kind: str, entries: dict[str, Any]) -> None:
         self.kind = kind
         self.entries = entries
-        """By name: `"module:Class"`, or an object that a plugin has registered."""
+        """Entries by name: `"module:Class"`, or an object that a plugin has registered."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.entries:

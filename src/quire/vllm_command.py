@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the `quire` command under the name of vLLM, and say so."""
+    """Run the `quire` command under the name of vLLM, after a note on stderr."""
     if list(words) in (["--version"], ["-v"]):
         print(VLLM_VERSION)
         return 0

@@ -33,7 +33,7 @@ class Journal:
         self._synced_at = time.monotonic()
 
     def add(self, custom_id: str, line: bytes) -> None:
-        """Store an answer. It survives a crash of the process at once, and of the machine a second later."""
+        """Store an answer. It survives a process crash at once, and a machine crash after the next fsync."""
         self._file.seek(self._end)
         self._file.write(line)
         self._file.flush()

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
     """Open the transport to the server or to an engine of this process."""
     if args.url is None:
-        load_plugins()  # it may register the parsers of the settings
+        load_plugins()  # plugins may register parsers that the settings name
     engine_args, settings = engine_args_from(args), server_settings(args)
     if args.url is None:
         async with private_engine(configure(engine_args, usage="server")) as engine:

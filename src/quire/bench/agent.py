@@ -39,14 +39,14 @@ class AgentTurn:
     """One request of a session."""
 
     prompt_len: int
-    """Tokens of the whole prompt: those of the turn before, its answer, and new ones."""
+    """Tokens of the whole prompt: the prompt of the turn before, its answer, and new tokens."""
     output_len: int
     pause_s: float = 0.0
-    """Seconds after the answer before, or after the start of the session."""
+    """Seconds to wait after the answer to the turn before, or after the start of the session."""
     at_s: float | None = None
-    """Seconds after the start of the run at which it is sent at the earliest."""
+    """Earliest time of the request, in seconds after the start of the run; None: no limit."""
     hash_ids: tuple[int, ...] = ()
-    """Contents of the prompt in blocks of TRACE_BLOCK tokens; empty: it continues the turn before."""
+    """Ids of the prompt's blocks of TRACE_BLOCK tokens; empty: the prompt continues the turn before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class AgentShape:
     first_len: int
     """Tokens of the first prompt of a session."""
     last_len: Range
-    """Tokens of its last prompt."""
+    """Tokens of the last prompt of a session."""
     input_per_output: float
     """Prompt tokens for one generated token, over the whole session."""
     tool_spread: float
     """Standard deviation of the logarithm of the lengths of tool results."""
     pause_median_s: float
     pause_p99_s: float
-    """Pauses are log-normal."""
+    """99th percentile of the pauses, which are log-normal."""
     think_s: float
     """Mean of the time that a user thinks, added to the pause of some turns."""
     think_every: int
@@ -116,9 +116,9 @@ class _TraceLine(msgspec.Struct):
     output_length: Annotated[int, msgspec.Meta(ge=1)]
     session_id: str | int | None = None
     timestamp: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """Milliseconds."""
+    """Milliseconds after the start of the run at which the request may be sent."""
     delay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Seconds."""
+    """Seconds to wait before the request."""
     hash_ids: tuple[int, ...] = ()
 
 
@@ -168,14 +168,14 @@ class AgentPrompt:
     """The prompt of a session as token ids, which grows with every turn."""
 
     def __init__(self, name: str, *, vocab: int, seed: int, shared_len: int = 0) -> None:
-        """The first `shared_len` tokens are those of all sessions with the seed."""
+        """The first `shared_len` tokens are common to all sessions with the same seed."""
         self.token_ids: list[int] = []
         self._vocab, self._seed, self._shared_len = vocab, seed, shared_len
         self._draw = random.Random(f"{seed} {name}")
 
     def turn(self, turn: AgentTurn) -> list[int]:
-        """Return the prompt of the next turn. One that is shorter than the last one and its answer begins
-        anew."""
+        """Return the prompt of the next turn. If it is not longer than the last prompt with its answer, it
+        begins anew."""
         if turn.hash_ids:
             blocks = (self._block(f"block {id}", TRACE_BLOCK) for id in turn.hash_ids)
             self.token_ids = [id for block in blocks for id in block][: turn.prompt_len]
@@ -223,7 +223,7 @@ class PerfectCache:
 
 
 def longest(sessions: Sequence[AgentSession]) -> int:
-    """Return the most tokens of a prompt and its answer."""
+    """Return the number of tokens of the longest prompt with its answer."""
     return max(turn.prompt_len + turn.output_len for session in sessions for turn in session.turns)
 
 

@@ -27,13 +27,13 @@ class TurnRecord:
     number: int
     """Number of the turn in its session, from 0."""
     num_perfect: int
-    """Prompt tokens that a perfect cache has."""
+    """Prompt tokens that a prefix cache without a size limit would hit."""
     record: Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentClient:
-    """Sends the turns of sessions: each waits for the answer before."""
+    """Sends the turns of sessions. Each turn waits for the answer to the turn before."""
 
     client: HttpClient
     path: str
@@ -62,8 +62,8 @@ class AgentClient:
     async def run(
         self, sessions: Sequence[AgentSession], starts: Sequence[float], on_done: Callable[[], object]
     ) -> list[TurnRecord]:
-        """Run all sessions, each from its start in seconds on; return the turns in the order of their
-        ends."""
+        """Run all sessions, each from its entry of `starts` on (seconds); return the turns in the order in
+        which they end."""
         begin, cache, turns = time.perf_counter(), PerfectCache(), list[TurnRecord]()
         slots: AbstractAsyncContextManager[Any] = nullcontext()
         if self.max_concurrency is not None:
@@ -102,8 +102,8 @@ async def _sleep_until(at: float) -> None:
 
 
 def agent_summary(turns: Sequence[TurnRecord], num_hit: int | None = None) -> dict[str, Any]:
-    """Return the results of sessions. `num_hit` is the server's count of hits, for a server that does not
-    report the cached tokens of each request."""
+    """Return the results of sessions. `num_hit` is the server's count of hit tokens, for a server that does
+    not report the cached tokens of each request."""
     done = [turn for turn in turns if not turn.record.error]
     num_prompt = sum(turn.record.prompt_len for turn in done)
     if not num_prompt:

@@ -26,7 +26,7 @@ def read_counters(metrics: str) -> dict[str, float]:
 
 
 def counter_summary(before: str, after: str) -> dict[str, Any]:
-    """Return the entries of a result that two metrics pages tell; none about what was not used."""
+    """Return result entries from the difference of two metrics pages; none for features without use."""
     first = read_counters(before)
     increase = {name: value - first.get(name, 0.0) for name, value in read_counters(after).items()}
     return _draft_summary(increase) | _prefix_summary(increase) | _miss_summary(before, after)
@@ -51,7 +51,7 @@ def _draft_summary(increase: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _miss_summary(before: str, after: str) -> dict[str, Any]:
-    """Return the requests with a miss by reason."""
+    """Return the number of requests with a prefix cache miss, by reason."""
     counts: Counter[str] = Counter()
     for page, sign in ((after, 1), (before, -1)):
         for reason, value in _MISS.findall(page):

@@ -31,7 +31,7 @@ def random_media(
     seed: int = 0,
 ) -> list[list[dict[str, Any]]]:
     """Return the items of `count` requests: buckets are drawn by weight, with at most `limits` of a modality.
-    Their number varies by `range_ratio` around `num_items`."""
+    The number of items varies by `range_ratio` around `num_items`."""
     draw = np.random.default_rng(seed)
     least, most = _range(num_items, range_ratio, sum(limits.values()))
     counts = [int(draw.integers(least, most + 1)) for _ in range(count)]

@@ -38,7 +38,7 @@ class WorkloadSizes(NamedTuple):
     context: int
     answer: int
     image_edge: int
-    """Pixels."""
+    """Height and width of an image, in pixels."""
     num_images: int
     cache_bytes: int
 
@@ -146,7 +146,7 @@ class Bench:
         return LLM(**(settings | self._engine_args | dict(change)))
 
     def row(self, part: OnOffPart, rounds: int) -> Row:
-        """Measure a part in alternating turns, so that a disturbance of the machine affects both."""
+        """Measure a part off and on in turns, so that a disturbance of the machine affects both sides."""
         began = time.perf_counter()
         print(f"{part.name}: {part.workload} ...", file=sys.stderr, flush=True)
         engines: list[LLM] = []
@@ -222,7 +222,7 @@ def _continuous(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _static(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
-    """Send a batch when all requests of the one before have ended."""
+    """Send a batch when all requests of the batch before have ended."""
     return _in_batches(llm, sizes, turn, size=sizes.streams)
 
 
@@ -288,7 +288,7 @@ def _one_stream(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _long_contexts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
-    """Use the same prompts in each turn, so that only the first computes them."""
+    """Use the same prompts in each turn, so that only the first turn computes them."""
     draw = random.Random(0)
     prompts = [_prompt(draw, sizes.context) for _ in range(sizes.streams)]
     return _decode(llm, prompts, sizes.answer // 2)
@@ -312,7 +312,7 @@ def _encode_images(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _weights(bench: Bench) -> OnOffPart:
-    """Compare packed and dequantized weights of a GGUF file, or fp8 and unquantized weights of others."""
+    """Compare packed and dequantized weights of a GGUF file; for other models fp8 and unquantized weights."""
     if bench.is_gguf:
         change: dict[str, Settings] = {"off": {"quantization": "none"}, "on": {}}
         name = "packed weights (GGUF)"
@@ -442,7 +442,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def picture(rows: Sequence[Row], title: str) -> str:
-    """Draw the rates relative to those without the optimization."""
+    """Draw the rates with each optimization relative to the rates without it."""
     groups = [
         BarGroup(
             row.part.name.partition(" (")[0],

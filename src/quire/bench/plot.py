@@ -38,7 +38,7 @@ class BarGroup(NamedTuple):
 
     label: str
     values: Mapping[str, float]
-    """By series; a series without a value has no bar."""
+    """Values by series; a series without a value has no bar."""
     texts: Mapping[str, str]
     """Labels behind the bars, by series."""
 
@@ -122,8 +122,8 @@ def frontier(points: Sequence[Plotted]) -> list[Plotted]:
 
 
 def pareto_chart(points: Sequence[Plotted], ttft_ms: float, itl_ms: float) -> str:
-    """Draw tokens per second over the time between tokens, on a log scale. Filled dots meet both limits;
-    Pareto-optimal points are joined by a line."""
+    """Draw tokens per second over the time between tokens, on a log scale. Filled dots meet both limits; a
+    line joins the Pareto-optimal points."""
     width, height, left, bottom, edge = 760, 440, 70, 50, 24
     low = math.log10(max(min(point.itl_ms for point in points), 0.01) * 0.8)
     high = math.log10(max(*(point.itl_ms for point in points), itl_ms) * 1.25)

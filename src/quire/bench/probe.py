@@ -11,8 +11,8 @@ from quire.entrypoints.llm import LLM
 
 
 def main() -> None:
-    """Read engine arguments as JSON and print the times as one line of JSON. Clocks are monotonic, so that
-    the parent can compare them with the start of this process."""
+    """Read engine arguments as JSON and print the times as one line of JSON. Times are of the monotonic
+    clock, so that the parent process can subtract the time at which it started this process."""
     imported = time.monotonic()
     llm = LLM(**json.loads(sys.argv[1]))
     ready = time.monotonic()

@@ -1,5 +1,4 @@
-"""`python -m quire.bench.sched`: the cost of scheduling without a model, and the unused part of the KV
-cache."""
+"""`python -m quire.bench.sched`: measures scheduling without a model, and unused slots of the KV cache."""
 
 import argparse
 import itertools

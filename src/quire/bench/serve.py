@@ -128,7 +128,7 @@ def _agent_client(
 
 
 def _agent_sessions(args: argparse.Namespace, max_len: int | None) -> list[AgentSession]:
-    """Return the sessions, which the model's context must hold."""
+    """Return the sessions; raise a ConfigError if a turn is longer than the model's context."""
     sessions = sessions_of(args)
     most = longest(sessions)
     if max_len is not None and most > max_len:

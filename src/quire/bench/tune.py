@@ -24,6 +24,7 @@ from quire.errors import ConfigError
 
 _UNITS = {"ms": 1.0, "s": 1000.0}
 _START_S = 1800.0
+"""Seconds that a server has to become healthy."""
 _TOKENS, _SEQS, _CONCURRENCY = "512,2048,8192", "32,128,256", "1,8,32,128"
 
 
@@ -45,7 +46,7 @@ class TunePoint(NamedTuple):
     setting: Setting
     concurrency: int
     ttft_ms: float
-    """95th percentile, like the next field."""
+    """95th percentile of the time to first token; `itl_ms` is that of the inter-token latency."""
     itl_ms: float
     tok_s: float
 

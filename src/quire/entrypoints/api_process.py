@@ -72,9 +72,9 @@ def make_engine(
     media_memory: str = "",
     fleet: Fleet | None = None,
 ) -> AsyncEngine:
-    """Build the engine client of an API process; the cores at `addresses`, by rank, expect the `token`. With
-    a `fleet`, they stand for all of its replicas. `media_memory` is the path of the media cache of all API
-    processes."""
+    """Build the engine client of an API process. `addresses` are those of the cores by rank; with a `fleet`,
+    one entry stands for all of its replicas. The cores expect the `token`. `media_memory` is the path of the
+    media cache that all API processes share; empty for none."""
     facts = _build_facts(config, num_cores=len(addresses))
     num_engines = len(addresses) if fleet is None else FLEET_ENGINES
     cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=num_engines)
@@ -225,7 +225,7 @@ async def _serve(
     from quire.server.main import serve  # the supervisor forks quickly without the web server
 
     engine.start()
-    with suppress(TimeoutError):  # so that clients of a running core are not told that it starts
+    with suppress(TimeoutError):  # then the first clients do not get the answer that the core is starting
         await asyncio.wait_for(engine.ready(), FIRST_MESSAGE_S)
     started: asyncio.Future[Application] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(

@@ -160,7 +160,7 @@ class AsyncLLMEngine:
             await self._stack.aclose()
 
     def shutdown(self) -> None:
-        """Stop the cores without waiting; the event loop completes it."""
+        """Begin to stop the cores, without waiting until they have ended."""
         self._ended = True
         if self._starting is not None:
             self._ending = asyncio.ensure_future(self.aclose())

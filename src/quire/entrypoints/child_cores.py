@@ -26,6 +26,7 @@ from quire.system.cluster_token import new_token
 from quire.system.scratch import Scratch
 
 KILL_AFTER_S = 5.0
+"""Seconds that a process has to end after SIGTERM before it is killed."""
 POLL_S = 0.2
 
 
@@ -111,7 +112,7 @@ class ChildCores:
             ready.cancel()
 
     def restart_dead(self, *, restarts: bool = True) -> bool:
-        """Return whether a core is dead. With `restarts`, start those again that are due."""
+        """Return whether a core is dead. With `restarts`, first restart cores after their backoff."""
         dead = False
         for rank, child in self.children.items():
             if child.look():

@@ -122,7 +122,7 @@ class LocalEngine(LLMControl):
             self.core.add(request)
 
     def abort_request(self, request_ids: Iterable[str] | str) -> list[AnyOutput]:
-        """End requests early, or one; return their last outputs with the tokens so far."""
+        """End one request or several early; return their last outputs with the tokens so far."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         finished = self.core.abort(self.outputs.sequences_of(ids))
         return self._deliver(StepOutput(request_ids=[], token_ids=[], finished=finished))
@@ -132,8 +132,8 @@ class LocalEngine(LLMControl):
         return self.core.scheduler.has_work or bool(self.core.pause_state.outside) or bool(self._pending)
 
     def step(self) -> list[AnyOutput]:
-        """Run a step and return its outputs. If it is interrupted, all requests are dropped and the engine
-        stays usable."""
+        """Run a step and return its outputs. If the step fails or is interrupted, all requests are dropped
+        and the engine stays usable."""
         return self._take_pending() or self._step()
 
     def _take_pending(self) -> list[AnyOutput]:

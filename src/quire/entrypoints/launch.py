@@ -98,8 +98,8 @@ class Supervisor:
         return new_token()
 
     def _local_addresses(self) -> dict[int, str]:
-        """Return the addresses of the local cores. A headless server's cores are used from another
-        machine."""
+        """Return the addresses of the local cores: IPC sockets, or TCP ports for a headless server, since its
+        cores are used from another machine."""
         if self.topology.num_api:
             return {rank: f"ipc://{self.folder}/core{rank}" for rank in self.topology.local}
         host = own_address(self.config.parallel.data_parallel_address, Env.read(os.environ).host_ip)
@@ -180,7 +180,7 @@ class Supervisor:
         try:
             for child in self._children:
                 child.start()
-            # A core with late ranks reports which ones; it started slightly later than this.
+            # A core reports which of its ranks are late; its own time limit began slightly later.
             deadline = time.monotonic() + self.ready_timeout_s + KILL_AFTER_S
             while not self.stopping:
                 self._handle_events()
@@ -253,7 +253,7 @@ class Supervisor:
             self.stopping = self.stopping or self.announcer.ends
 
     def _restart(self, children: Sequence[Child]) -> None:
-        """Detect children that have ended, and start those again that are due."""
+        """Detect children that have ended, and restart children after their backoff."""
         for child in children:
             child.listen()  # read startup errors before the exits they cause
         for child in children:
@@ -273,8 +273,8 @@ class Supervisor:
         dealer.deal()
 
     def _drain(self) -> int:
-        """Let API servers finish their requests, then stop the cores. The port is free as soon as they close
-        it. A core that dies meanwhile is restarted, since requests may wait for it."""
+        """Let API servers finish their requests, then stop the cores. The port is free as soon as the API
+        servers close it. A core that dies meanwhile is restarted, since requests may wait for it."""
         self._close_listener()
         if all(child.was_up for child in self._children):
             log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)

@@ -1,4 +1,4 @@
-"""LLM: the offline entry point. It takes a model and prompts, and returns outputs in their order."""
+"""LLM: the offline entry point. It takes a model and prompts, and returns outputs in the prompts' order."""
 
 import copy
 import itertools
@@ -76,8 +76,8 @@ class LLM(LLMControl):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generate a continuation of each prompt; outputs are in the order of the prompts. Raise
-        `RequestsFailed` if the engine failed on some of them, with the outputs of the others."""
+        """Generate a continuation of each prompt; outputs are in the order of the prompts. If the engine
+        failed on some prompts, raise `RequestsFailed`, which has the outputs of the other prompts."""
         ids = self.enqueue(
             prompts,
             sampling_params,

@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 @dataclass
 class WeightTransferInitRequest:
-    """Connection of a trainer, with the keys of its backend."""
+    """Request to connect to a trainer. `init_info` has the keys of the backend."""
 
     init_info: dict[str, Any]
 
 
 @dataclass
 class WeightTransferUpdateRequest:
-    """Tensors of a trainer, with the keys of its backend."""
+    """Request to receive tensors of a trainer. `update_info` has the keys of the backend."""
 
     update_info: dict[str, Any]
 
@@ -43,8 +43,8 @@ class LLMControl:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a public method of each worker, or a function with the worker, and return the results. A
-        function is pickled for workers in other processes, with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+        """Call a public method of each worker, or a function with the worker, and return the results. For
+        workers in other processes a function is pickled: set VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
         return self._wait(self._operation.collective_rpc(method, timeout, args, kwargs))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
@@ -68,7 +68,7 @@ class LLMControl:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached prefixes. Return False while requests hold blocks, unless
-        `reset_running_requests` recomputes them."""
+        `reset_running_requests` preempts these requests."""
         return self._wait(self._operation.reset_prefix_cache(reset_running_requests, reset_connector))
 
     def reset_mm_cache(self) -> None:
@@ -95,8 +95,8 @@ class LLMControl:
         raise RequestError("the weights of a draft model cannot be updated: construct a new LLM")
 
     def update_weights(self, request: Any) -> None:
-        """Receive new weights, which `update_info` of the request describes. If one does not fit the model,
-        the whole update is dropped."""
+        """Receive new weights, which `update_info` of the request describes. If a tensor does not fit the
+        model, the whole update is dropped."""
         self._wait(self._operation.update_weights(transfer_info(request, "update_info")))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -104,7 +104,7 @@ class LLMControl:
         self._wait(self._operation.finish_weight_update(weight_version))
 
     def update_weight_version(self, new_version: str) -> None:
-        """Name the current weights."""
+        """Set the version of the current weights."""
         self._wait(self._operation.update_weight_version(new_version))
 
     def get_weight_version(self) -> str:

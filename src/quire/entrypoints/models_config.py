@@ -1,4 +1,4 @@
-"""Reading of the models of a server with several, from --models-config or from the command line."""
+"""Reads the models of a server with several models, from --models-config or from the command line."""
 
 import argparse
 import re
@@ -21,6 +21,7 @@ from quire.server.settings import ServerSettings, make_settings, server_flags
 PER_MODEL = ("api", "adapters")
 """Sections of the server with flags that may differ between models."""
 _SHARED_ENGINE_FLAGS = ("device", "device_ids", "config")
+"""Engine flags that cannot differ between the models of a server."""
 _ONE_MODEL_FLAGS = ("model", "served_model_name", "tokenizer", "lora_modules")
 """Flags that describe one model, and so cannot be given for all of them."""
 
@@ -144,7 +145,7 @@ def entries_of_names(names: Sequence[str]) -> list[ModelEntry]:
 def configure_models(
     entries: Sequence[ModelEntry], *, engine: Mapping[str, Any], server: Mapping[str, Any], env: Env
 ) -> list[ConfiguredModel]:
-    """Resolve the settings of all models. Flags of the command line apply to each that does not set them."""
+    """Resolve the settings of all models. Command-line flags apply to each model that does not set them."""
     for name in _ONE_MODEL_FLAGS:
         if engine.get(name) is not None or server.get(name):
             flag = name.replace("_", "-")

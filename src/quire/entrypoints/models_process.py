@@ -36,7 +36,7 @@ class ModelCores:
         self.engine: AsyncEngine = cores.engine
         self.is_loaded = False
         self.on_first_load: Callable[[], Awaitable[None]] | None = None
-        """Called once, when the cores run for the first time; its error is one of loading."""
+        """Called once, when the cores run for the first time; if it raises, loading the model has failed."""
         self._is_awake = False
         self._has_started = False
         self._watcher: asyncio.Task[None] | None = None
@@ -57,12 +57,12 @@ class ModelCores:
         self._watcher = asyncio.create_task(self._watch())
 
     async def wake_up(self) -> None:
-        """Wake the cores up. If that fails, they are started again."""
+        """Wake up the cores; restart them if that fails."""
         try:
             await self.engine.operation.wake_up()
             self._is_awake = True
         except EngineError as error:
-            log.warning("Waking up failed, the engine is started again: %s", error)
+            log.warning("Waking up failed; the engine cores of the model are restarted: %s", error)
             await self.unload()
             await self.load()
 
@@ -82,7 +82,7 @@ class ModelCores:
         self.engine.check()
 
     async def _watch(self) -> None:
-        """Restart dead cores of a model that is awake. One that is asleep is unloaded then."""
+        """Restart dead cores of an awake model. A sleeping model with a dead core is unloaded instead."""
         while True:
             await asyncio.sleep(POLL_S)
             if self._cores.restart_dead(restarts=self._is_awake) and not self._is_awake:

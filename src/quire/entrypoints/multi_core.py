@@ -39,7 +39,7 @@ class MultiCoreEngine(LLMControl):
         self._thread.start()
         self._stack = contextlib.AsyncExitStack()
         self.close = weakref.finalize(self, _shut_down, self._loop, self._thread, self._stack)
-        """Stops the cores."""
+        """Stops the cores; does nothing in later calls."""
         self.close.atexit = False
         atexit.register(self.close)  # before multiprocessing joins its children
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -107,7 +107,7 @@ class MultiCoreEngine(LLMControl):
             await stream.aclose()
 
     def abort_request(self, request_ids: Iterable[str] | str) -> list[AnyOutput]:
-        """End requests early, or one, without a last output."""
+        """End one request or several early, without a last output."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         ended = [task for id in ids if (task := self._tasks.pop(id, None)) is not None]
 
@@ -140,7 +140,7 @@ class MultiCoreEngine(LLMControl):
 
     def _accept(self, request_id: str, item: AnyOutput | Exception) -> list[AnyOutput]:
         if request_id not in self._tasks:
-            return []  # of an aborted request
+            return []  # the request was aborted
         if isinstance(item, Exception):
             output = RequestOutput(request_id, None, None, None, outputs=[], finished=True)
             output.error = item

@@ -31,7 +31,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     min_replicas: int = 1
     max_replicas: int = 0
-    """Most replicas; 0: as many as `min_replicas`, without autoscaling."""
+    """Largest number of replicas; 0: as many as `min_replicas`, without autoscaling."""
     num_cpus: float = 1.0
     """CPUs of a replica's own process."""
     ingress_replicas: int = 1
@@ -79,7 +79,7 @@ class _Parser(FlagParser):
 
 
 def read_args(args: Mapping[str, Any]) -> list[FleetModel]:
-    """Return the models of the application. Those of a list `models` have the other arguments as defaults."""
+    """Return the models of the application. Other arguments are defaults for the entries of `models`."""
     shared = {str(name).replace("-", "_"): value for name, value in args.items()}
     entries = shared.pop("models", [{}])
     if not isinstance(entries, list) or not entries or not all(isinstance(e, Mapping) for e in entries):

@@ -21,7 +21,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """Return ranks of one replica each, the best first."""
+        """Return lists of one replica each, the best replica first."""
         if pending_request is not None:  # wait between two attempts
             pending_request.routing_context.should_backoff = True
         route = _route_of(pending_request)

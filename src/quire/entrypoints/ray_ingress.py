@@ -37,7 +37,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, models: Sequence[FleetModel], *handles: Any
     ) -> None:
-        """Build the application when each model has a replica."""
+        """Wait until each model has a replica, then build the application."""
         load_plugins()
         settings = [make_settings(model.server, env=Env.read(os.environ)) for model in models]
         names = key_names(settings[0].keys)

@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 
 class EngineReplica:
-    """A replica: the engine core is a child process, and ingresses stream requests through this one."""
+    """A replica: its engine core is a child process, and ingresses send requests through this process."""
 
     async def __init__(self, model: FleetModel) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Start the core, and return when it is ready."""
@@ -48,7 +48,7 @@ class EngineReplica:
         self._use_adapter = serve.multiplexed(max_num_models_per_replica=lora.max_cpu_loras)(_same_name)
 
     def _end(self) -> None:
-        """End the replica with its core: Ray starts another one, and routes nothing to this one any more."""
+        """End the replica after its core has died: Ray Serve starts another replica instead."""
         log.error("The engine core has died; this replica ends")
         os._exit(1)
 
@@ -101,5 +101,5 @@ class EngineReplica:
 
 
 async def _same_name(name: str) -> str:
-    """Count an adapter as loaded here, so that Ray Serve knows its replicas. The core loads it on demand."""
+    """Return an adapter's name, so that Ray Serve counts it as loaded here. The core loads it on demand."""
     return name

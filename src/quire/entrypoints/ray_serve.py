@@ -13,7 +13,7 @@ from quire.entrypoints.ray_replica import EngineReplica
 STATS_PERIOD_S = 1.0
 """Seconds between two reports of a replica to the routers of all ingresses."""
 UNLIMITED = 1_000_000
-"""Requests at a replica: the engine queues them, and the autoscaler sees how many wait."""
+"""Ray Serve's limit of requests at a replica, which is never reached: the engine core queues them itself."""
 HEALTH_CHECK_PERIOD_S = 5.0
 
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.server.http.sockets import check_is_free
 
     values = engine_args_from(args)
-    load_plugins()  # it may register the parsers of the settings
+    load_plugins()  # plugins may register parsers that the settings name
     settings = server_settings(args, Env.read(os.environ))
     if settings.models.models_config is not None or len(args.model_tag) > 1:
         return _run_several(args.model_tag, values, server_flags(args), settings)

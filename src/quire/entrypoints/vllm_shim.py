@@ -142,7 +142,7 @@ def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None 
 
 
 def get_ip() -> str:
-    """Return the address of this machine that others connect to."""
+    """Return the address of this machine that other machines connect to."""
     if address := Env.read(os.environ).host_ip:
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -212,7 +212,7 @@ class _Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute nothing."""
+        """Execute nothing: the names of the module are resolved on first use."""
 
 
 def install() -> None:
@@ -247,8 +247,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(error: Exception) -> None:
-    """Print an error of the script as Python does, without the frames that started the script. An error of
-    the user's making ends at the line of the script that caused it."""
+    """Print an error of the script as Python does, without the frames that started the script. The traceback
+    of a `QuireError` ends at the line of the script that caused it."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
         frames = frames.tb_next

@@ -17,8 +17,8 @@ class Executor(Protocol):
     def start(self) -> CacheSize: ...
 
     def submit(self, plan: StepPlan) -> Pending:
-        """Launch a step; it may still run when this returns. Plans take effect in the order of submission. An
-        exception is the failure of the step."""
+        """Launch a step; it may still run when this returns. Plans take effect in the order of submission. If
+        this raises, the step has failed."""
 
     def call(
         self,
@@ -28,7 +28,7 @@ class Executor(Protocol):
         timeout_s: float | None = None,
     ) -> list[Any]:
         """Call a public method of every worker, after the submitted plans, and return the results by rank. A
-        function gets the worker as its first argument; a packed one (`rpc.pack_function`) is bytes."""
+        function gets the worker as its first argument; a function packed by `pack_function` is bytes."""
 
     def sample_tokens(self, masks: Masks) -> None:
         """Sample the constrained rows of the last plan under `masks`. Must be called before the next plan,

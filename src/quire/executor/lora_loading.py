@@ -19,9 +19,10 @@ T = TypeVar("T")
 AT_ONCE = 4
 """Number of adapters read at the same time."""
 MAX_HUNG = 16
-"""Most hanging reads (longer than READ_S) before adapters are refused: their threads cannot be ended."""
+"""Number of hanging reads (longer than READ_S) at which adapters are refused: a thread cannot be ended."""
 _LOOK_S = 1.0
 _LAST_S = 5.0
+"""Seconds that `close` waits for the operations in progress."""
 
 
 class ReadSlots:
@@ -89,7 +90,7 @@ class AdapterReading:
         self._enqueue(name, lambda: self._worker.drop_adapter(name))
 
     def close(self) -> None:
-        """Wait a while for the reads in progress."""
+        """Wait up to `_LAST_S` seconds for the operations in progress."""
         with self._lock:
             unfinished = list(self._last.values())
         wait(unfinished, _LAST_S)

@@ -10,7 +10,7 @@ from quire.memory import CacheSize
 
 Phase = Literal["load", "measure", "allocate", "warm_up", "run"]
 BackgroundWork = Literal["fetch", "drop", "load"]
-"""Work of a running rank besides steps."""
+"""Work of a started rank besides steps: fetch or drop a LoRA adapter, load KV cache blocks."""
 NUM_LOADERS = 4
 """Threads of a worker that copy KV cache blocks to the device."""
 RUNNING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
@@ -18,7 +18,7 @@ DONE = {"load": "loaded", "measure": "measured", "allocate": "allocated", "warm_
 
 
 class Order(msgspec.Struct, omit_defaults=True):
-    """Message to a rank: the next phase of the start, or after it the work besides steps."""
+    """Message to a rank: the next phase of the start, or background work of a started rank."""
 
     phase: Phase | BackgroundWork
     size: CacheSize | None = None
@@ -38,7 +38,7 @@ class PhaseProgress(msgspec.Struct, tag="progress"):
 
     what: str
     share: float | None = None
-    """Finished share, if it is known."""
+    """Finished share of the phase (0 to 1); None if it is not known."""
 
     def __str__(self) -> str:
         return self.what if self.share is None else f"{self.what} {self.share:.0%}"
@@ -56,7 +56,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
     error: str
     is_cause: bool = True
-    """Whether the error is its own, not the loss of another rank."""
+    """Whether the error began on this rank; False if the rank only lost another rank."""
     step: int | None = None
     """The step that failed; None for a phase, after which the rank ends."""
     is_fatal: bool = False
@@ -64,14 +64,14 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class WorkerCall(msgspec.Struct):
-    """Message to a rank in the order of its plans: a call of a worker method."""
+    """Message to a rank: a call of a worker method, which runs after the plans sent before it."""
 
     number: int
     method: str
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     packed: bytes = b""
-    """A function with its arguments, instead of a method."""
+    """Pickled function with its arguments, called instead of the method; empty for none."""
 
 
 class Returned(msgspec.Struct, tag="returned"):
@@ -86,7 +86,7 @@ class Returned(msgspec.Struct, tag="returned"):
 
 
 class RankEnded(msgspec.Struct, tag="ended"):
-    """Event of a rank that has ended, from the code that watches it."""
+    """Event of the worker group: a rank has ended, or its connection is lost."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""An engine on several machines: the worker group of the first one, and the agent on the others."""
+"""An engine on several machines: the worker group of the first machine, and the agent of the others."""
 
 import contextlib
 import hashlib
@@ -71,7 +71,7 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
 
 
 class MultiNodeRanks(RemoteRanks):
-    """Runs local ranks as child processes, and those of other machines through their agents."""
+    """Runs the local ranks as child processes, and the ranks of other machines through their agents."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
         parallel = config.parallel
@@ -146,7 +146,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class NodeAgent:
-    """Runs this machine's ranks for the engine on the first one; reconnects after a restart of the engine."""
+    """Runs this machine's ranks for the engine on the first machine; reconnects if the engine restarts."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""The executor of several ranks: starts them together, sends them plans, and detects lost ones."""
+"""The executor of several ranks: starts the ranks together, sends them plans, and detects lost ranks."""
 
 import contextlib
 import hashlib
@@ -54,12 +54,13 @@ log = get_logger(__name__)
 SLICE_S = 0.25
 """Seconds between two checks for lost ranks during a wait for a step."""
 CONSISTENT_S = 5.0
-"""Seconds for all ranks to report a failed step, after the first has."""
+"""Seconds within which all ranks must report a failed step, after the first report."""
 CAUSE_S = 1.0
-"""Seconds for the rank that caused an error to report it, after another was cut off by its end."""
+"""Seconds to wait for the rank that caused a failed start, after another rank failed or ended."""
 WARM_UP_FAILURE_S = 60.0
-"""Seconds for the other ranks to end a warm-up after one has failed: they may wait in a collective."""
+"""Seconds for the other ranks to end a warm-up after one rank failed: they may wait in a collective."""
 REPORT_S = 5.0
+"""Seconds between two log lines about the progress of the start."""
 _LOOK_S = 0.002
 """Seconds between two checks for the results of a call."""
 _FOREVER_S = float("inf")
@@ -67,14 +68,15 @@ _CAUSE = 2
 
 
 def _cause_score(message: Failed | RankEnded) -> int:
-    """Rank messages by their information: a rank without an error of its own waited for another."""
+    """Score a message as the cause of a failed start: 2 for an error of the rank itself, 1 for its end, 0 for
+    the loss of another rank."""
     if isinstance(message, RankEnded):
         return 1
     return _CAUSE if message.is_cause else 0
 
 
 class RankedExecutor:
-    """An executor over a worker group."""
+    """Starts the ranks of a worker group, sends them plans and calls, and detects lost ranks."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -87,7 +89,7 @@ class RankedExecutor:
         self._warm_at = 0.0
         """Last time at which no rank had failed in the current warm-up."""
         self._last_done = -1
-        """The last step that counts as done."""
+        """Number of the last step with a returned result; -1 before the first."""
         self._returned: dict[int, dict[int, Returned]] = {}
         """Results by call, then by rank."""
         self._numbers = itertools.count()
@@ -156,7 +158,7 @@ class RankedExecutor:
         )
 
     def _failure_message(self, index: int, message: Failed | RankEnded) -> str:
-        """Return why the start failed, from the rank that caused it: others only report that it is gone."""
+        """Return why the start failed, by the rank that caused it: other ranks only report its loss."""
         messages, deadline = {index: message}, time.monotonic() + CAUSE_S
         while not any(_cause_score(message) == _CAUSE for message in messages.values()):
             try:
@@ -204,7 +206,7 @@ class RankedExecutor:
         return None
 
     def _fail(self, step: int, error: str) -> NoReturn:
-        """Raise the error of a step, once it is known whether all ranks are in the same state."""
+        """Raise EngineError if all ranks of a stage failed the step, EngineDead if only some of them did."""
         until = time.monotonic() + CONSISTENT_S
         while not self._is_consistent(step) and time.monotonic() < until:
             time.sleep(0.005)
@@ -216,7 +218,7 @@ class RankedExecutor:
         raise EngineError(error or next(iter(failed.values())).error)
 
     def _is_consistent(self, step: int) -> bool:
-        """Whether all ranks of a stage have failed, or none: a rank that succeeded has nothing to undo."""
+        """Whether a step failed, and in each pipeline stage on all tensor-parallel ranks or on none."""
         size = self.config.parallel.tensor_parallel_size
         counts = Counter(index // size for index in self._failed.get(step, ()))
         return bool(counts) and set(counts.values()) == {size}
@@ -260,7 +262,7 @@ class RankedExecutor:
         return [self._value(index, returned[index]) for index in sorted(returned)]
 
     def _check_warm_up(self, returned: dict[int, Returned]) -> None:
-        """Give up if ranks wait in a warm-up for one that has failed."""
+        """Fail the engine if the other ranks do not end a warm-up in time after one rank has failed."""
         failed = {index: result for index, result in returned.items() if result.error}
         if not failed:
             self._warm_at = time.monotonic()
@@ -307,7 +309,7 @@ class RankedExecutor:
     # ---- health
 
     def watch(self) -> None:
-        """Raise EngineDead if a rank is gone, or has failed alone."""
+        """Handle messages of ranks. Raise EngineDead if a rank is gone or only some ranks failed a step."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         with self._lock:
@@ -318,7 +320,7 @@ class RankedExecutor:
                 self._check_failed()
 
     def _check_failed(self) -> None:
-        """Check failed steps that are no longer waited for."""
+        """Fail the engine if a step that is no longer waited for failed on some ranks only."""
         for step, failed in self._failed.items():
             if not self._is_consistent(step):
                 error = next(iter(failed.values())).error
@@ -354,12 +356,12 @@ class RankedExecutor:
 
 
 def combine_loads(values: list[Any]) -> LoadDone:
-    """Combine the loads of all ranks: a block must be there on each of them."""
+    """Combine the loads of all ranks: a block counts as loaded only if every rank has loaded it."""
     return LoadDone.merged([msgspec.convert(value, LoadDone) for value in values])
 
 
 def combine_facts(values: list[Any]) -> AdapterFacts:
-    """Combine the facts of an adapter on all ranks; the digest covers all contents if they differ."""
+    """Combine the facts of an adapter on all ranks; if the digests differ, hash all of them into one."""
     facts = [msgspec.convert(value, AdapterFacts) for value in values]
     digests = [rank.digest for rank in facts]
     digest = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()

@@ -47,7 +47,7 @@ class RayExecutor(RankedExecutor):
 
 
 class RayWorkerGroup(RemoteRanks):
-    """Actors, one per bundle of a placement group; consecutive ranks share a machine."""
+    """Ranks as Ray actors, one per bundle of a placement group; consecutive ranks share a machine."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
         self._ray = _ray()
@@ -154,7 +154,7 @@ def _ray() -> Any:
 
 
 class RayRank:
-    """The actor: a rank in a thread of a Ray worker process."""
+    """Ray actor that runs a rank in a thread of its process."""
 
     def node(self) -> str:
         return str(_ray().get_runtime_context().get_node_id())
@@ -170,7 +170,7 @@ class RayRank:
 
 
 def _run(place: RankAddress, host: str, port: int, token: str) -> None:
-    """Serve the connection of a rank; the process ends with it."""
+    """Serve the connection of a rank to its executor; end the process when the connection ends."""
     try:
         index = replace(place.rank, dp=0).index(place.config.parallel)
         node = Node(index, host, configure_socket(socket.create_connection((host, port))))

@@ -64,7 +64,7 @@ def read_adapter(worker: Any, lora: LoRARequest) -> AdapterFacts:
 
 
 def invoke(worker: Any, method: str | bytes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a public method or a packed function; raise RequestError for unknown ones and wrong arguments."""
+    """Call a public method or a packed function; raise RequestError for unknown names and wrong arguments."""
     if isinstance(method, bytes):
         return run_packed(worker, method)
     if method.startswith("_") or not inspect.isfunction(_static(worker, method)):

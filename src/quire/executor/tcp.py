@@ -29,11 +29,11 @@ LONGEST = 1 << 30
 MAX_JOIN_BYTES = 64 << 10
 """Size limit of the first message of a connection, before its sender is authenticated."""
 MAX_UNADMITTED = 64
-"""Most connections without a first message at the same time; further ones are closed."""
+"""Largest number of connections without a first message; further connections are closed."""
 RETRY_S = 0.1
 """Pause after a connection could not be accepted, for example without free file descriptors."""
 _SILENCE_MS = 10_000
-"""Milliseconds without an answer after which a machine counts as lost; the end of a process shows at once."""
+"""Milliseconds without an answer after which a machine is lost; the end of a process is noticed at once."""
 _OTHER_TOKEN = f"{VARIABLE} must be the same on every machine"
 
 
@@ -79,9 +79,10 @@ class PlanMessage(msgspec.Struct, tag="plan"):
 
 
 class HeadEnd(msgspec.Struct, tag="end"):
-    """Message to a node: the engine ends, and why; empty for a normal end."""
+    """Message to a node: the engine ends."""
 
     problem: str = ""
+    """Reason of the end; empty for a normal end."""
     is_final: bool = False
     """Whether the node must not reconnect: its configuration is wrong."""
 
@@ -157,12 +158,12 @@ class Node:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: Any) -> None:
-        with self.sending, contextlib.suppress(OSError):  # the reading thread notices its end
+        with self.sending, contextlib.suppress(OSError):  # the reading thread notices the end
             self.pipe.send_bytes(encode(message))
 
 
 class RemoteRanks:
-    """A worker group behind connections, with the same number of ranks behind each."""
+    """A worker group on other nodes, reached over TCP, with the same number of ranks on each node."""
 
     def __init__(
         self,
@@ -173,7 +174,8 @@ class RemoteRanks:
         token: str,
         check: Callable[[Join], str | None] = lambda join: None,
     ) -> None:
-        """Wait for the `awaited` nodes; `check` returns what is wrong with a node that has the token."""
+        """Begin to accept the `awaited` nodes, with `count` ranks each. `check` returns what is wrong with a
+        node that has the token, or None."""
         self.messages: MessageQueue = queue.SimpleQueue()
         self.end_reason: str | None = ""
         self.names: list[str] = []
@@ -274,7 +276,7 @@ class RemoteRanks:
             return None
 
     def _admit(self, node: Node, join: Join) -> HeadEnd | None:
-        """Return why a node is refused, if so. The missing nodes may still connect."""
+        """Add a node to the group; return the reason if it is refused, else None."""
         if not is_same(join.token, self._token):
             self._warn(f"{node.address} is refused: its {VARIABLE} differs")
             return HeadEnd(f"the first machine refused this one: {_OTHER_TOKEN}", is_final=True)
@@ -304,7 +306,7 @@ class RemoteRanks:
         with self._changed:
             if self.nodes.get(node.rank) is not node:
                 return
-            if not self._is_complete:  # it may reconnect before the others are complete
+            if not self._is_complete:  # the node may reconnect until all nodes are there
                 log.warning("Node %d (%s) disconnected", node.rank, node.address)
                 del self.nodes[node.rank]
                 return

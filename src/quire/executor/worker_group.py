@@ -1,4 +1,4 @@
-"""Worker groups: the ranks of an engine, and those of this machine as child processes."""
+"""Worker groups: the interface to the ranks of an engine, and ranks of this machine as child processes."""
 
 import contextlib
 import os
@@ -24,6 +24,7 @@ log = get_logger(__name__)
 MessageQueue = queue.SimpleQueue[tuple[int, FromRank]]
 """Messages of ranks, each with its index in the group, in order of arrival."""
 LOOK_S = 0.5
+"""Seconds between two checks for ended rank processes."""
 END_S = 2.0
 """Seconds for ranks to end by themselves."""
 _ENTRY = "from quire.executor.worker_process import main; main()"
@@ -64,7 +65,8 @@ class _Member:
 
 
 class LocalRanks:
-    """Ranks of this machine as child processes of one thread, which lives until the end."""
+    """Ranks of this machine as child processes, which one thread starts, watches and ends. The thread lives
+    until then: on Linux its child processes are killed when it ends."""
 
     def __init__(self, places: list[RankAddress], messages: MessageQueue | None = None) -> None:
         self.places = places
@@ -90,7 +92,7 @@ class LocalRanks:
 
     def send_order(self, order: bytes) -> None:
         for member in self._members:
-            with contextlib.suppress(OSError):  # it is gone, which the thread notices
+            with contextlib.suppress(OSError):  # the rank is gone, which the thread notices
                 member.pipe.send_bytes(order)
 
     def send(self, plan: bytes, timeout_s: float) -> None:
@@ -137,7 +139,7 @@ class LocalRanks:
         return _Member(index, process, pipe)
 
     def _poll(self) -> bool:
-        """Read the messages of ranks and detect lost ones; return whether the group is to end."""
+        """Read the messages of ranks and detect lost ranks; return whether the group is to end."""
         alive = [member for member in self._members if not member.is_gone]
         ready = connection.wait([self._stop, *(member.pipe for member in alive)], LOOK_S)
         for member in alive:

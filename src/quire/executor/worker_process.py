@@ -47,13 +47,13 @@ from quire.system.shm import SPIN_S, ShmReader, ShmWriter
 log = get_logger(__name__)
 
 STEPS_IN_FLIGHT = 2
-"""Steps in flight on a GPU: its buffers are made for this number, or for one per pipeline stage."""
+"""Steps in flight on a GPU, or one per pipeline stage if that is more; buffers are made for this number."""
 _LONG_S = 3600.0
 _MAX_COMPILERS = 16
 _COMPILER_BYTES = 2**30
 """Free host memory for each process that compiles kernels."""
 _CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
-"""Error texts of a rank that was cut off while it waited for another."""
+"""Parts of error messages that only mean the loss of another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class RankAddress:
     config: EngineConfig
     rank: Rank
     local: int
-    """Index of its device on the machine."""
+    """Index of the rank's device on the machine."""
     init_method: str
     """Rendezvous URL of all ranks."""
     interface: str = ""
-    """Network interface between CPU ranks."""
+    """Network interface of Gloo between the ranks; empty for its default."""
 
     @property
     def name(self) -> str:
@@ -325,7 +325,8 @@ class Steps:
 
 
 class PipePort:
-    """A pipe for orders, shared-memory rings for plans and results. The process ends with the pipe."""
+    """Connection of a child process: a pipe for orders, shared-memory rings for plans and results. The
+    process ends when the pipe is closed."""
 
     def __init__(self, pipe: Connection, plans: ShmReader, outcomes: ShmWriter | None) -> None:
         self._pipe = pipe
@@ -364,7 +365,7 @@ class PipePort:
 
 def main() -> None:
     """Run a worker process. Arguments: file descriptors of the pipe to the parent and of the shared-memory
-    rings of plans and outputs, and the reader index in the ring of plans."""
+    rings of plans and outcomes, and the reader index in the ring of plans."""
     pipe_fd, plans_fd, outcomes_fd, reader = map(int, sys.argv[1:])
     pipe = Connection(pipe_fd)
     try:
@@ -372,7 +373,7 @@ def main() -> None:
     except EOFError:
         sys.exit(1)
     adopt(place.name)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its parent, which may have work to finish
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank ends with its parent, which may have work left
     is_cpu = place.config.machine.device == "cpu"
     plans = ShmReader(plans_fd, reader, spin_s=0.0 if is_cpu else SPIN_S)
     serve(place, PipePort(pipe, plans, ShmWriter(outcomes_fd) if place.sends_results else None))

@@ -16,7 +16,7 @@ here) and weights [T, k]."""
 
 
 class EPTokens(NamedTuple):
-    """Numbers of tokens of a step in engines with different tokens that share experts."""
+    """Numbers of tokens of a step in data-parallel engines that share experts."""
 
     num_real: int
     """Number of this engine's tokens, without padding."""
@@ -76,7 +76,7 @@ class ExpertPlaces:
 
 
 class ExpertDispatch:
-    """Dispatch between devices that all have all tokens: each computes those of its own experts.
+    """Dispatch between devices that hold the same tokens: each device computes its own experts.
 
     The result must be summed over the tensor-parallel group.
     """
@@ -95,14 +95,14 @@ class ExpertDispatch:
         return ExpertPlaces(placement, num_experts, self.group.rank, width, device)
 
     def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
-        """Return the most bytes that a step of `num_tokens` tokens takes here."""
+        """Return the most bytes that the dispatch takes in a step of `num_tokens` tokens."""
         return 0
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None
     ) -> Tensor:
-        """Return the experts' output [T, hidden]. Without `step`, all tokens are real and every device has as
-        many."""
+        """Return the experts' output [T, hidden]. If `step` is None, all tokens are real, and every device
+        has the same number."""
         return mix(x, places.local(ids), weights)
 
 
@@ -124,7 +124,7 @@ class _DataParallelDispatch(ExpertDispatch):
         self, x: Tensor, ids: Tensor, weights: Tensor, step: EPTokens | None
     ) -> tuple[Tensor, Tensor, int]:
         """Return this rank's share of the tokens, padded to its share of the largest engine: the rows of x;
-        ids and weights in one tensor; the first token. Ids of padding are -1."""
+        ids and weights in one tensor; the index of the first token. Ids of padding are -1."""
         num, room = (len(x), len(x)) if step is None else step
         share = -(-room // self.tp.size)
         first = self.tp.rank * share
@@ -137,7 +137,7 @@ class _DataParallelDispatch(ExpertDispatch):
         return rows, padded, first
 
     def _restore(self, out: Tensor, like: Tensor, first: int) -> Tensor:
-        """Put the outputs at their position among all tokens."""
+        """Return [len(like), hidden] with this rank's outputs from row `first` on, and zeros elsewhere."""
         if len(out) == len(like):
             return out
         whole = torch.zeros(len(like), out.shape[1], dtype=out.dtype, device=out.device)
@@ -152,8 +152,8 @@ def _split_routing(routing: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GatherDispatch(_DataParallelDispatch):
-    """Gathers all tokens on every device, and sums the outputs of all experts. Sizes are the same on all
-    devices, so that it can be captured."""
+    """Gathers all tokens on every device, and sums the outputs of all experts. Sizes are equal on all
+    devices, so that the dispatch can be captured in a CUDA graph."""
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None
@@ -167,7 +167,8 @@ class GatherDispatch(_DataParallelDispatch):
 class SendDispatch(GatherDispatch):
     """Sends tokens only to the devices of their experts, and returns weighted outputs.
 
-    The host must wait for the numbers of tokens, so steps of few tokens, which a GPU captures, are gathered.
+    The host must wait for the numbers of tokens. So steps of few tokens, which CUDA graphs cover, use the
+    gathering of the base class.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class SendDispatch(GatherDispatch):
     ) -> None:
         super().__init__(group, tp, strategy=strategy, num_redundant=num_redundant)
         self.num_few = num_few
-        """Most tokens of a step that is gathered."""
+        """Largest number of tokens of a step that is gathered instead of sent."""
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None

@@ -1,4 +1,4 @@
-"""Broadcasts of a trainer's weights to workers, in a group beside those of the engine."""
+"""Broadcasts of a trainer's weights to workers, in a process group beside those of the engine."""
 
 import datetime
 import math

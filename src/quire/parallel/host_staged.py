@@ -9,7 +9,7 @@ from quire.parallel.group import Sending, TorchGroup
 
 
 def is_shared(device: torch.device) -> bool:
-    """Whether ranks share GPUs, by the environment."""
+    """Whether several ranks share a GPU, which tests declare by QUIRE_TEST_SHARE_GPU=1."""
     return device.type == "cuda" and os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
 
 

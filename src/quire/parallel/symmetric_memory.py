@@ -15,10 +15,10 @@ from quire.parallel.group import Group, TorchGroup
 log = get_logger(__name__)
 
 ONE_SHOT_BYTES = 256 << 10
-"""Up to this size each GPU reads all values of all others, with one barrier. Beyond, each reads its share,
-then the sums of the other shares, with two barriers."""
+"""Up to this size each GPU reads all values of all other GPUs, with one barrier. Beyond this size each GPU
+sums its share of the values, then reads the sums of the other shares, with two barriers."""
 LARGEST_BYTES = 4 << 20
-"""Beyond this size NCCL is as fast."""
+"""Bytes of the largest tensor that is summed through symmetric memory: beyond, NCCL is as fast."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _TWO_SHOT_SIZES = (2, 4, 8)
 """Group sizes that torch's kernels support."""

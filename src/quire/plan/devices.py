@@ -17,20 +17,20 @@ class Accelerator(NamedTuple):
     total_bytes: int
     """Memory reported by the driver, which is less than advertised."""
     bytes_s: float
-    """Memory bandwidth."""
+    """Memory bandwidth in bytes per second."""
     flops: float
-    """In bfloat16."""
+    """Operations per second in bfloat16."""
     narrow_flops: float
-    """In fp8 or int8; equal to bfloat16 if unsupported."""
+    """Operations per second in fp8 or int8; those of bfloat16 if unsupported."""
     capability: tuple[int, int] = (9, 0)
     per_node: int = 8
     pcie_bytes_s: float = 32e9
-    """Bandwidth to host memory, one way, as stated for PCIe 4.0 or 5.0 with 16 lanes."""
+    """Bytes per second to host memory, one way, as stated for PCIe 4.0 or 5.0 with 16 lanes."""
     served: bool = True
-    """Whether Quire runs on it; otherwise only its memory is planned."""
+    """Whether Quire runs on this device; otherwise only its memory is planned."""
 
     def machine(self, count: int) -> Machine:
-        """Return the machine that `resolve()` would detect there."""
+        """Return what `detect` would find on a machine with `count` of these devices."""
         return Machine(
             device="cuda",
             name=self.label,

@@ -32,7 +32,7 @@ _TORCH = ((2, 11), (2, 14))
 _CONTEXT = 4096
 _VERSION_TIMEOUT_S = 2.0
 _CACHE_BYTES = 2 << 30
-"""Free space below which the cache folder is too small even for a small model."""
+"""Free bytes below which the cache folder is too small even for a small model."""
 
 
 class Finding(NamedTuple):
@@ -201,7 +201,7 @@ def _port(port: int) -> Iterator[Finding]:
 
 
 async def _running_server(port: int) -> str | None:
-    """Return the name of the model server that listens on a port of this machine; None if it is another."""
+    """Return the name of the model server on a port of this machine; None for any other program."""
     client = HttpClient(f"http://127.0.0.1:{port}", timeout_s=_VERSION_TIMEOUT_S)
     try:
         response = await client.request("GET", "/version")

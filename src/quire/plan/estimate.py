@@ -33,14 +33,14 @@ LIBRARY_BYTES = 0.8 * 2**30
 
 
 class Precision(NamedTuple):
-    """Storage of the weights."""
+    """A storage format of the weights."""
 
     bits: float
     """Bits per weight of a linear layer, including scales."""
     end_bits: int
     """Bits per weight of the embedding and the head."""
     flags: Mapping[str, Any]
-    """Engine flags that select it."""
+    """Engine flags that select this precision."""
     note: str = ""
 
 
@@ -124,7 +124,7 @@ class StageWeights(NamedTuple):
 
 
 def stage_weights(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> list[StageWeights]:
-    """Return the weights of each pipeline stage. A file is divided like its layers."""
+    """Return the weight bytes of each pipeline stage. A GGUF file counts as equal bits for every weight."""
     whole = count_parameters(checkpoint.facts)
     bits, end_bits = (size / tp / 8 for size in _bits(checkpoint, precision))
     stages, result = stage_layers(len(whole.layers), pp), []
@@ -185,7 +185,7 @@ def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
 def fits(
     checkpoint: Checkpoint, machine: Machine, precision: str, wanted: Wanted, *, tp: int, pp: int
 ) -> MemoryFit:
-    """Return the result that `quire serve` would have on this machine, without loading anything."""
+    """Return whether a layout fits, as `quire serve` would find on this machine, without loading anything."""
     try:
         config = resolve(
             _settings(precision, wanted, tp, pp),
@@ -206,6 +206,7 @@ def fits(
 
 
 _QUIET = Env(cache_root=Env.read({}).cache_root)
+"""The default environment, so that variables of this process do not change a plan."""
 
 
 def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any]:

@@ -48,11 +48,11 @@ KNOWN = {
     "123b": KnownSizes(88, 12288, 96, 8, 28672, 32768, 131072),
     "405b": KnownSizes(126, 16384, 128, 8, 53248, 128256, 131072),
 }
-"""By the size in model names."""
+"""Sizes by the number of parameters in model names."""
 _NAMED_SIZE = re.compile(r"(?<![\d.x])(\d+(?:\.\d+)?b)(?:-a(\d+(?:\.\d+)?b))?(?![a-z])", re.IGNORECASE)
 """A size in a name: `70b`, or `235b-a22b` for a mixture of experts; not `8x7b`."""
 _NAMED_PRECISIONS = {
-    "bf16": re.compile(r"nvfp4|mxfp8", re.IGNORECASE),  # once they are loaded
+    "bf16": re.compile(r"nvfp4|mxfp8", re.IGNORECASE),  # these are bf16 once they are loaded
     "fp8": re.compile(r"fp8", re.IGNORECASE),
     "int8": re.compile(r"int8|w8a8|w8a16|8bit|q8_0", re.IGNORECASE),
     "int4": re.compile(r"awq|gptq|int4|w4a16|w4a8|4bit|mxfp4|autoround|hqq|q4_", re.IGNORECASE),
@@ -80,7 +80,7 @@ def subject(model: str, env: Env, *, advice: str = _ADVICE, **options: Any) -> t
     if "=" in model:
         return _build_checkpoint(_parse(model)), ""
     if is_url(model) or Path(model).exists() or Path(model).suffix == ".gguf":
-        # Of a store without weights: config.json is enough.
+        # From an object store without the weights: config.json is enough.
         return read_checkpoint(locate(model, cache_root=env.cache_root, load_format="dummy")), ""
     try:
         # Without weights: config.json is enough.
@@ -168,7 +168,7 @@ def _dense(params: float) -> Checkpoint:
 
 def _mixture(params: float, active: float) -> Checkpoint:
     """Estimate a mixture of experts: a dense model of the active size, with its intermediate size divided
-    among the experts of a token, and as many experts as the total makes."""
+    among the experts of a token, and as many experts as the total number of parameters needs."""
     checkpoint = _dense(active)
     facts = checkpoint.facts
     size = max(round(facts.intermediate / _EXPERTS_PER_TOKEN / _HEAD_DIM), 1) * _HEAD_DIM

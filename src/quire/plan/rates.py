@@ -27,9 +27,9 @@ class MeasuredModel(NamedTuple):
 
     layers: int
     weights: int
-    """Weights that a step reads, so without the embedding."""
+    """Number of weights that a step reads, so without the embedding."""
     decode_ms: tuple[float, ...]
-    """Decodes of `BATCHES` sequences of `CONTEXT` tokens."""
+    """Milliseconds of a decode step for each of `BATCHES`, with sequences of `CONTEXT` tokens."""
     prefill_tok_s: float
 
 
@@ -65,7 +65,7 @@ class Cost(NamedTuple):
     efficiency: float
     """Share of the peak bandwidth or compute that the matrix products reach."""
     layer_s: float
-    """Time of a layer besides: latencies, and operations on activations."""
+    """Seconds of a layer besides its matrix products: latencies, and operations on activations."""
 
 
 def _solve(large_s: float, large_floor_s: float, small_s: float, small_floor_s: float) -> Cost:
@@ -77,8 +77,8 @@ def _solve(large_s: float, large_floor_s: float, small_s: float, small_floor_s: 
 
 
 def _products_floor(device: Accelerator, num_bytes: float, flops_s: float) -> float:
-    """Return the seconds of the matrix products of a decode step at peak rates: the larger of reading and
-    computing, and more if both are near."""
+    """Return the seconds of the matrix products of a decode step at peak rates: the larger of the times for
+    reading and for computing, and more if both times are similar."""
     return math.hypot(num_bytes / device.bytes_s, flops_s)
 
 
@@ -141,7 +141,7 @@ def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> T
 
 
 def copy_seconds(fit: MemoryFit, device: Accelerator) -> float:
-    """Return the seconds in which a device receives its offloaded weights, the least time of any step."""
+    """Return the seconds of copying a device's offloaded weights, the least time of any step; 0 for none."""
     return 0.0 if fit.memory is None else fit.memory.offloaded.host_bytes / device.pcie_bytes_s
 
 

@@ -1,5 +1,4 @@
-"""A plan as text and as a chart: memory by term, the layouts that fit and those that do not, and the command
-to run."""
+"""A plan as text and as a chart: memory by term, the layouts that fit or not, and the command to run."""
 
 import re
 import shlex
@@ -66,7 +65,7 @@ def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) ->
 
 
 def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, Any]:
-    """Return one precision and layout as plain values."""
+    """Return a layout in one precision as a dictionary for JSON."""
     result: dict[str, Any] = {
         "precision": fit.precision,
         "tensor_parallel_size": fit.tp,
@@ -274,7 +273,7 @@ def _speeds(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[str]:
 
 
 def _offload(fit: MemoryFit, device: Accelerator) -> list[str]:
-    """Return the limit that the copies of offloaded weights set to the speed."""
+    """Return the lines on offloaded weights: their host memory, and the speed limit of their copies."""
     assert fit.memory is not None
     layers, host_bytes, _ = fit.memory.offloaded
     if not layers:
@@ -289,7 +288,7 @@ def _offload(fit: MemoryFit, device: Accelerator) -> list[str]:
 
 
 def _host_tier(fit: MemoryFit) -> list[str]:
-    """Return the tokens that fit into the host tier of the KV cache, over all devices."""
+    """Return the line on the host tier of the KV cache: its bytes and tokens, over all devices."""
     if (num_tokens := host_tier_tokens(fit)) == 0:
         return []
     assert fit.config is not None

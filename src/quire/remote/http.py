@@ -1,5 +1,4 @@
-"""HTTP/1.1 client with keep-alive connections. Body data is passed on as it arrives, without a task
-switch."""
+"""HTTP/1.1 client with keep-alive connections. Body data is passed on without a task switch."""
 
 import asyncio
 import os

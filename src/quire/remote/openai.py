@@ -116,7 +116,7 @@ async def stream(
     *,
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Request a streamed response and pass on its chunks. Raises BadAnswer if it is an error or
+    """Request a streamed response and pass on its chunks. Raise BadAnswer if the response is an error or
     incomplete."""
     reader = CompletionStream(on_chunk)
     response = await client.request("POST", path, body, on_body=reader.feed, headers=headers)
@@ -147,7 +147,7 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 def error_of(response: Response) -> str:
-    """Return a failed response as one line."""
+    """Return the error of a failed response as one line: status, message and remedy."""
     try:
         content = msgspec.json.decode(response.body)
     except (msgspec.DecodeError, UnicodeDecodeError):

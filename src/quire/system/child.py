@@ -17,9 +17,9 @@ from quire.system.process import interrupts_held
 log = get_logger(__name__)
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before a process is restarted. Only one that fails to start gets beyond the second."""
+"""Seconds before a restart, by number of failures. If the process was up, the second value is the maximum."""
 STEADY_S = 60.0
-"""Seconds of running after which the backoff starts again."""
+"""Seconds of running after which the backoff begins at its first value again."""
 _POLL_S = 0.01
 
 
@@ -69,7 +69,7 @@ class Child:
         return self.process is not None and self.process.is_alive()
 
     def listen(self) -> None:
-        """Read its messages. A failure to start is raised if it never was up."""
+        """Read the messages of the process. Raise a ConfigError if it cannot start and never was up."""
         while self.says is not None and self.says.poll():
             try:
                 problem: str | None = self.says.recv()
@@ -85,8 +85,8 @@ class Child:
                 log.error("%s %s: %s", self.name, "failed" if self.is_up else "cannot start", problem)
 
     async def await_up(self) -> None:
-        """Wait until it is up. Not in a thread, which would stay behind on cancellation, reading what `end`
-        closes."""
+        """Wait on the event loop until the process is up. A waiting thread would survive a cancellation, and
+        read the pipe that `end` closes."""
         while not self.is_up:
             if self.says is None:
                 raise ConfigError(f"{self.name} could not start; see the log")
@@ -94,9 +94,10 @@ class Child:
             await asyncio.sleep(_POLL_S)
 
     def look(self) -> bool:
-        """Read its messages, and return whether it has ended. Raise if it never was up."""
+        """Read the messages of the process; return whether it has ended. Raise a ConfigError if it ended
+        before it was ever up."""
         code = self.process.exitcode if self.process is not None else None
-        self.listen()  # after the exit code: then its last message can be read
+        self.listen()  # after reading the exit code, so that no last message is missed
         if code is None:
             return False
         if not self.was_up:
@@ -123,7 +124,7 @@ class Child:
         self.is_up = False
 
     def end(self, how: int, timeout_s: float) -> None:
-        """Send the signal `how`, and kill it after `timeout_s`."""
+        """End the process by the signal `how`, and kill it if it still runs after `timeout_s` seconds."""
         if self.process is not None and self.process.is_alive():
             os.kill(self.process.pid or 0, how)
             self.process.join(timeout_s)

@@ -1,5 +1,4 @@
-"""The cluster token: a secret shared by the processes of one deployment, and the socket authentication with
-it."""
+"""The cluster token: the secret that the processes of a deployment share, and socket authentication by it."""
 
 import hashlib
 import hmac
@@ -35,8 +34,8 @@ def new_token() -> str:
 def cluster_token(env: Env, host: str) -> str:
     """Return the token of a deployment; its processes are started by separate commands and meet at `host`.
 
-    It comes from the environment. Without one, commands of one user on one machine share a file that only
-    this user can read. Machines without a token accept every peer, which is logged as a warning.
+    The token comes from the environment. Without one, commands of one user on one machine share a file that
+    only this user can read. Machines without a token accept every peer, which is logged as a warning.
     """
     if env.cluster_token:
         return env.cluster_token
@@ -59,7 +58,7 @@ def secure(sock: "zmq.Socket[bytes]", token: str, *, listens: bool) -> None:
     """Configure encryption of a TCP socket (CURVE), so that only peers with the same token can connect.
 
     The listener's key pair is derived from the token. A handshake needs its public key, which is never sent,
-    so that only processes with the token can complete one. Call it before `bind` or `connect`.
+    so that only processes with the token can complete a handshake. Must be called before `bind` or `connect`.
     """
     if not token or not zmq.has("curve"):
         return

@@ -27,7 +27,7 @@ def zmq_address(host: str, port: int | str) -> tuple[str, bool]:
 
 
 def token_host(settings: TransferSettings, side_channel_host: str) -> str:
-    """Return the host that decides which token the engines share: another machine, if there is any."""
+    """Return the host by which the cluster token is chosen: that of another machine, or loopback."""
     hosts = [side_channel_host] if settings.produces else []
     hosts += [host for host, _ in settings.peers] if settings.consumes else []
     local = ("localhost", "::1")
@@ -38,8 +38,8 @@ def token_host(settings: TransferSettings, side_channel_host: str) -> str:
 
 
 class KnownEngine:
-    """A file by which engines of the same user on this machine find this one. It is locked as long as the
-    engine runs; those without a lock are deleted."""
+    """A file by which engines of the same user on this machine find this engine. The file is locked while the
+    engine runs; files without a lock are deleted."""
 
     def __init__(self, root: Path, engine_id: str, host: str, port: int) -> None:
         folder = root / FOLDER
@@ -49,7 +49,7 @@ class KnownEngine:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
         self._path = folder / engine_id
-        unlocked = folder / f".{engine_id}"  # other engines do not look at it yet
+        unlocked = folder / f".{engine_id}"  # other engines ignore names with a leading dot
         self._file = unlocked.open("w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.write(f"{host} {port}")
@@ -77,8 +77,8 @@ def is_peer(settings: TransferSettings, root: Path, engine_id: str, prefix: Remo
 
 
 class TransferMemory:
-    """Memory that another process on this machine may write entries to. It has no name: the other process
-    opens it through this one, and checks the random bytes at its start."""
+    """Memory to which another process on this machine may write entries. It has no name: the other process
+    opens it through /proc of this process, and checks the random bytes at its start."""
 
     def __init__(self, num_bytes: int) -> None:
         fd = os.memfd_create("quire-kv")
@@ -102,8 +102,7 @@ class TransferMemory:
 
 
 def open_memory(path: str, nonce: bytes) -> memoryview | None:
-    """Return the memory for entries of another process; None if there is none at this path with this
-    nonce."""
+    """Return the memory of another process to write entries to; None if the path or the nonce is wrong."""
     if not _DESCRIPTOR.fullmatch(path) or len(nonce) != NONCE_BYTES:
         return None
     try:

@@ -20,7 +20,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class MemoryTrimmer:
-    """Trims the heap when the process holds much more unused memory than after the last time.
+    """Trims the heap when the process holds much more unused memory than at its lowest since the last trim.
 
     glibc returns only the end of a heap to the system. After a burst of long bodies or grammars, small blocks
     that live on keep hundreds of MiB below them, in one heap per thread.
@@ -34,7 +34,7 @@ class MemoryTrimmer:
         self._spare_bytes = spare_bytes
         self._num_unused_bytes, self._trim = num_unused_bytes, trim
         self._least_bytes = num_unused_bytes()
-        """Least unused bytes since the last time."""
+        """Lowest number of unused bytes since the last trim."""
 
     def look(self) -> None:
         num_unused = self._num_unused_bytes()
@@ -49,13 +49,13 @@ class MemoryTrimmer:
             self.look()
 
     def start(self) -> None:
-        """Look at the heap every ten seconds, in a thread."""
+        """Start a thread that checks the heap every ten seconds."""
         threading.Thread(target=self._run, name="quire-trim", daemon=True).start()
 
 
 def _num_unused_bytes(info: _Mallinfo2) -> int:
-    """Return the bytes of this process in memory that the allocator has not handed out. The free bytes of the
-    allocator would not do: they include what was returned, and what a later burst has used again since."""
+    """Return the resident bytes of this process that the allocator has not handed out. The allocator's own
+    count of free bytes also includes memory that was returned to the system."""
     with open("/proc/self/statm", "rb") as statm:
         _, resident, shared = map(int, statm.read().split()[:3])
     return (resident - shared) * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)

@@ -18,9 +18,9 @@ from quire.system.cluster_token import FAILURES, MISMATCHES, VARIABLE, Handshake
 log = get_logger(__name__)
 
 ENLIST_S = 0.5
-"""Seconds between two messages of a node, which serve as heartbeats in both directions."""
+"""Seconds between two messages of a node; a message and its answer are the heartbeats."""
 GONE_S = 3.0
-"""Seconds without a message after which a node loses its ranks to others."""
+"""Seconds without a message of a node after which another node may take its ranks."""
 REMIND_S = 30.0
 """Seconds between two log lines about missing ranks."""
 MAX_AT_ONCE = 256
@@ -35,7 +35,7 @@ _OTHER_TOKEN = f"its {VARIABLE} differs: set the same secret on every machine"
 
 
 class JoinNode(msgspec.Struct, tag="enlist"):
-    """Message of a node: the addresses of its cores, and whether they are up, or why they cannot be."""
+    """Message of a node: the addresses of its cores, and whether they are up or why they cannot start."""
 
     node: str
     size: int
@@ -47,7 +47,7 @@ class JoinNode(msgspec.Struct, tag="enlist"):
 
 
 class NodeJoined(msgspec.Struct, tag="noted"):
-    """Answer of the head: empty if the node is accepted, otherwise why not, or that the head ends."""
+    """Answer of the head. An empty `problem` accepts the node; `ends` means that the head itself ends."""
 
     problem: str = ""
     ends: bool = False
@@ -103,7 +103,7 @@ class NodeRegistry:
         return sorted(self.awaited - up)
 
     def listen(self) -> None:
-        """Read the messages of nodes. A node that fails during the start ends the start."""
+        """Read the messages of nodes. Raise a ConfigError if a registered node fails during the start."""
         for _ in range(MAX_AT_ONCE):
             try:
                 identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -128,7 +128,7 @@ class NodeRegistry:
         self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
 
     def _register(self, identity: bytes, message: JoinNode) -> NodeJoined:
-        """Register a node and store the addresses of its cores, or return why not."""
+        """Register a node and store the addresses of its cores, or return why the node is refused."""
         if message.problem:
             if identity in self._nodes and not self.was_complete:
                 raise ConfigError(f"{message.node}: {message.problem}")

@@ -22,7 +22,7 @@ def _check_pickles() -> None:
 def pack_function(
     function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Return a call of a function as a pickle; with the package cloudpickle also that of a lambda."""
+    """Return a call of a function as a pickle; lambdas need the package cloudpickle."""
     _check_pickles()
     try:
         pickler: Any = importlib.import_module("cloudpickle")
@@ -47,5 +47,5 @@ def run_packed(worker: Any, packed: bytes) -> bytes:
 
 
 def unpack_results(results: list[bytes]) -> list[Any]:
-    """Return the results of a packed function. They come from workers of this engine."""
+    """Unpickle the results of a packed function, which come from workers of this engine."""
     return [pickle.loads(result) for result in results]

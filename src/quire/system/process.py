@@ -22,11 +22,12 @@ from quire.logs import name_process
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 SPARE_BYTES = 64 << 20
+"""Bytes of freed memory that a process keeps for later requests."""
 _SWITCH_S = 0.001
-"""Time after which a thread that waits for the GIL interrupts another."""
+"""Seconds after which a thread that waits for the GIL interrupts the thread that holds it."""
 _is_tuned = False
-"""Whether this process has frozen its objects. Python itself and users may have frozen others: freezing again
-would keep an engine that is dropped later in memory."""
+"""Whether `tune_garbage_collector` was called. If only Python or the user froze objects, they stay as they
+are: freezing again would keep an engine that is dropped later in memory."""
 _MAX_FILES = 1 << 20
 """Limit of open files: containers may allow a billion, and programs that walk all descriptors would take
 minutes."""
@@ -38,7 +39,7 @@ def parent_age_s() -> float:
 
 
 def adopt(role: str) -> None:
-    """Name this process, let it die with its parent, and leave SIGINT to the supervisor."""
+    """Name this process, let it die with its parent (on Linux), and leave SIGINT to the supervisor."""
     name_process(role)
     tqdm.set_lock(threading.RLock())  # the default is a semaphore that a killed process leaks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -47,15 +48,15 @@ def adopt(role: str) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(_PR_SET_NAME, f"quire:{role}".encode()[:15], 0, 0, 0)
         parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # it died before prctl was called
+        if parent is not None and os.getppid() != parent.pid:  # the parent died before prctl
             os._exit(1)
 
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold back SIGINT: from this thread until the end, from child processes that start meanwhile for good.
-    Otherwise a Ctrl-C during their imports prints a traceback of each. The first child process
-    starts multiprocessing's resource tracker, which would admit SIGINT again."""
+    """Block SIGINT in this thread within the context, and for good in child processes that start there.
+    Otherwise a Ctrl-C during their imports prints a traceback of each. Multiprocessing's resource tracker is
+    started first: its start with the first child process would unblock SIGINT again."""
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -65,8 +66,8 @@ def interrupts_held() -> Iterator[None]:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, also for later children. It is often 1,024, and
-    each connection is a file."""
+    """Raise the soft limit of open files to the hard limit, also for later children. The soft limit is often
+    1,024, and each connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -77,9 +78,9 @@ def raise_file_limit() -> None:
 def limit_thread_spinning() -> None:
     """Let OpenMP's threads sleep soon when they wait for each other. Must be called before torch is imported.
 
-    By default they spin for milliseconds, which takes CPU time from the awaited thread on a busy machine, at
-    each of the 300 barriers of a decode step. Beside a busy process a step of the packaged model took 14 ms
-    with 500 to 2,000 spins and 19 to 27 ms with 20,000, which is 6 % faster at best on an idle machine.
+    By default threads spin for milliseconds, which takes CPU time from the awaited thread on a busy machine,
+    at each of the 300 barriers of a decode step. Beside a busy process a step of the packaged model took
+    14 ms with 500 to 2,000 spins and 19 to 27 ms with 20,000, which is 6 % faster at best on an idle machine.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
@@ -98,7 +99,7 @@ def tune_allocator() -> None:
     """Keep up to 64 MiB of freed memory for the next request, unless MALLOC_ variables are set. By default
     glibc returns pieces above 128 KiB to the system, and gets them again page by page.
 
-    Receiving a body of 660 kB took 0.53 ms of CPU instead of 1.12, one of 9.4 MB 6.3 instead of 16.
+    Receiving a body of 660 kB took 0.53 ms of CPU instead of 1.12, a body of 9.4 MB 6.3 ms instead of 16.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -107,8 +108,8 @@ def tune_allocator() -> None:
 
 
 def shorten_thread_switches() -> None:
-    """Let the event loop of an API process interrupt other threads of it after 1 ms, not 5. It gives up the
-    GIL several times in a request, and waits for it each time that another thread reads a long body.
+    """Let the event loop of an API process interrupt other threads after 1 ms instead of 5. The loop releases
+    the GIL several times in a request, and must wait for it while another thread reads a long body.
 
     Beside such a thread `/health` took 2.3 ms instead of 6.2, and the thread was not slower.
     """
@@ -116,7 +117,7 @@ def shorten_thread_switches() -> None:
 
 
 def all_objects() -> list[Any]:
-    """Return all objects that the garbage collector knows, including those that this process has frozen."""
+    """Return all objects that the garbage collector tracks, including those that this process has frozen."""
     if not _is_tuned:
         return gc.get_objects()
     gc.unfreeze()

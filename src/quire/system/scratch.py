@@ -16,7 +16,7 @@ LOCK = "lock"
 class Scratch:
     """A temporary folder that is removed with its owner, or by the next owner after a kill.
 
-    The owner holds a lock on a file in the folder, which the system releases when it ends, however it ends.
+    The owner holds a lock on a file in the folder. The system releases the lock when the owner ends.
     """
 
     def __init__(self, root: Path | None = None) -> None:

@@ -1,7 +1,7 @@
 """Objects in shared memory: one process writes them, others read them in place.
 
-The memory has no name: other processes open it through a process that has it, and it is freed with the last
-of them, however they end.
+The memory has no name: other processes open it through /proc of a process that has it open. It is freed when
+the last of these processes ends.
 """
 
 import itertools
@@ -20,12 +20,13 @@ _LINE = 64
 """Alignment of objects. Each begins with two words of 4 bytes: the number of releases by its receivers, and
 its generation."""
 _HEAD = 8
+"""Bytes of the two words at the start of an object."""
 _WRAP = 1 << 32
 
 
 @dataclass(slots=True, eq=False)
 class SharedObject:
-    """An object, as the owner of the memory sees it."""
+    """The owner's record of an object in the shared memory."""
 
     start: int
     size: int
@@ -36,14 +37,14 @@ class SharedObject:
     num_users: int = 0
     """References in this process."""
     num_sent: int = 0
-    """Number of times it was sent to the other process."""
+    """Number of times the object was sent to the other process."""
 
 
 class SharedArena:
     """The shared memory on the side of its owner, which allocates it.
 
-    An object is overwritten when it was dropped, no `StoredArrays` of it exists here, and the other process
-    has released all that were sent there. Releases are counted in the object itself.
+    An object is overwritten after it was dropped, no `StoredArrays` of it exists in this process, and the
+    other process has released all that were sent to it. Releases are counted in the object itself.
     """
 
     def __init__(self, num_bytes: int, max_parcel_bytes: int) -> None:
@@ -56,7 +57,7 @@ class SharedArena:
         self._memory = memoryview(mmap.mmap(fd, num_bytes))
         self._words = self._memory.cast("I")
         self._free = [(0, num_bytes)]
-        """Start and size of free pieces, sorted; never two adjacent ones."""
+        """Start and size of free pieces in bytes, sorted; adjacent pieces are joined."""
         self._parcels: dict[int, SharedObject] = {}
         self._dropped: dict[int, SharedObject] = {}
         """Objects that wait to be overwritten."""
@@ -112,7 +113,7 @@ class SharedArena:
         return _read(self._memory, self._words, stored)
 
     def is_idle(self, parcel: SharedObject) -> bool:
-        """Whether it would be overwritten if it were dropped."""
+        """Whether the object would be overwritten if it were dropped."""
         with self._lock:
             self._settle()
             return self._is_idle(parcel)
@@ -162,7 +163,7 @@ class SharedArena:
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """A mapping of another process's memory."""
+    """The memory of another process, mapped into this process."""
 
     fd: int
     words: memoryview
@@ -211,7 +212,7 @@ class ArenaReader:
 
 
 class ArenaView:
-    """The reading side: one mapping at a time."""
+    """Reads objects in place without releasing them, in one mapped memory at a time."""
 
     def __init__(self) -> None:
         self._key: tuple[int, int] | None = None

@@ -1,9 +1,9 @@
 """SharedCache: values by key in memory that several processes share, limited in bytes.
 
-The memory has no name: the processes open it through the one that created it, and it is freed with the last
-of them. It is a ring: a value is written behind the newest one, over the oldest ones. A value is entered in
-the table of keys once it is complete, so that a process that dies while it writes leaves nothing to read. The
-lock of a process that dies is released by the operating system.
+The memory has no name: processes open it through the process that created it, and it is freed when the last
+of these processes ends. It is a ring: a value is written behind the newest value, over the oldest values. A
+value is entered in the table of keys once it is complete, so that a process that dies while it writes leaves
+nothing to read. The lock of a process that dies is released by the operating system.
 """
 
 import fcntl
@@ -39,8 +39,8 @@ class SharedCache:
     """One process's access to the shared values. Any thread may use it."""
 
     def __init__(self, path: str) -> None:
-        """Open the memory at `path`; raise OSError if that is not possible. A lock belongs to an open file,
-        which therefore must not be one that another process has opened."""
+        """Open the memory at `path`; raise OSError if that is not possible. A lock belongs to an open file
+        description, so every process must open the memory itself."""
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         self.max_bytes = os.fstat(self._fd).st_size
@@ -90,7 +90,7 @@ class SharedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the ring that hold values, or held removed ones."""
+        """Return the used bytes of the ring, including those of removed values."""
         return min(self._words[0], len(self._ring))
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class SharedCache:
     # ---- with the lock
 
     def _is_kept(self, position: int) -> bool:
-        """Whether no later value was or is written over the one at this ring position."""
+        """Whether the value at this ring position was not overwritten, not even in part."""
         return self._words[0] - position <= len(self._ring)
 
     def _entries(self, digest: bytes) -> range:
@@ -126,7 +126,7 @@ class SharedCache:
         return self._words[entry + 2 : entry + 6].tobytes()
 
     def _enter(self, digest: bytes, position: int, length: int) -> None:
-        """Use the entry of the key, or else the one with the oldest value. It is invalid while it changes."""
+        """Write the entry of a key, over the entry with the oldest value if the key has none."""
         entries = self._entries(digest)
         same = (entry for entry in entries if self._digest(entry) == digest)
         entry = next(same, None) or min(entries, key=lambda entry: self._words[entry])

@@ -1,6 +1,6 @@
 """Shared-memory rings: messages from one writer to many readers, without a copy for each of them.
 
-The memory has no name: it is freed with the last process that has its file descriptor, however they end.
+The memory has no name: it is freed when the last process with its file descriptor ends.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ SPIN_S = 50e-6
 _LINE = 64
 """Size of a cache line: counters of different processes are in different lines."""
 _HEAD, _SIZE = 0, 1
+"""Word indices of the number of written bytes (modulo 2**32) and of the capacity."""
 _LENGTH = struct.Struct("<I")
 _POLL_S = 50e-6
 _WRAP = 1 << 32
@@ -29,6 +30,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform 
 """Number of the futex system call."""
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 1 << 30
 _fence = threading.Lock()
+"""Taken and released as a memory fence between data and counters."""
 
 
 def create(num_readers: int, capacity: int = CAPACITY) -> int:

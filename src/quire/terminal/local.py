@@ -50,8 +50,8 @@ class LocalBackend:
 
 @contextmanager
 def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed since: a step that is interrupted
-    would leave the engine in an undefined state."""
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed before its call, so that Ctrl-C
+    interrupts no step."""
     interrupts: list[int] = []
 
     def check() -> None:
