@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from serve_process import ServeProcess
+from serve_process import LONGEST, ServeProcess
 from tiny_text import TextModel
 
 from quire.text.tokenizer import load_tokenizer
@@ -166,9 +166,9 @@ def test_invalid_requests_get_specific_errors(client: OpenAI) -> None:
     """Catches invalid requests that are answered with a 500, without a message, or by the engine."""
     with pytest.raises(openai.NotFoundError, match="`nobody` does not exist"):
         client.chat.completions.create(model="nobody", messages=MESSAGES)
-    with pytest.raises(openai.BadRequestError, match="max_model_len=8192"):
+    with pytest.raises(openai.BadRequestError, match=f"max_model_len={LONGEST}"):
         client.completions.create(model="tiny", prompt="x", max_tokens=9000)
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 8192"):
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {LONGEST}"):
         client.completions.create(model="tiny", prompt="x" * 9000)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="tiny", prompt="x", temperature=-1)
@@ -223,7 +223,7 @@ def test_tokenize_round_trip(server: ServeProcess, tiny: TextModel) -> None:
     assert (reply_body["tokens"], reply_body["count"], reply_body["max_model_len"]) == (
         expected,
         len(expected),
-        8192,
+        LONGEST,
     )
     back = server.client.post("/detokenize", json={"model": "tiny", "tokens": reply_body["tokens"]}).json()
     assert back["prompt"] == "<s>" + text

@@ -16,7 +16,7 @@ class StepQueue:
     """Up to `depth` submitted steps, oldest first.
 
     With a depth of 2, a GPU has its next step before it finishes the last. On a CPU, more than 1 gains
-    nothing. Pipeline parallelism needs one step per stage. """
+    nothing. Pipeline parallelism needs one step per stage."""
 
     def __init__(self, executor: Executor, depth: int, lockstep: Lockstep | None = None) -> None:
         self.executor = executor

@@ -30,7 +30,7 @@ class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
     """Logprobs of many positions in flat lists, which are cheap for the garbage collector.
 
     The object is used like a list of dicts; a dict is built on access. An empty position is None, like the
-    first position of prompt logprobs. """
+    first position of prompt logprobs."""
 
     start_indices: list[int] = field(default_factory=list)
     end_indices: list[int] = field(default_factory=list)

@@ -99,7 +99,7 @@ class StepPlan(msgspec.Struct):
     from checkpoints, append blocks, set values, compute, then copy SSM states to checkpoints.
 
     The previous step may still run. A token that the previous step samples is then an input of this step
-    before its value is on the host. With pipeline stages, a row waits for the value instead. """
+    before its value is on the host. With pipeline stages, a row waits for the value instead."""
 
     step: int
     released: list[int]

@@ -218,8 +218,9 @@ def check_int8_rotation(
         finite = expected.isfinite().all(-1)
         assert torch.equal(written.isfinite().all(-1), finite)
         off = ((written - expected).abs() / (step + 1e-30))[finite]
-        # Rounding of RoPE differs in half precision, which moves some values to the next code.
-        assert off.max() < 1.5 and (off < 0.1).float().mean() > 0.8
+        # Rounding of RoPE differs in half precision. It moves some values to the next code, and the scale by
+        # up to two units in the last place, which is another code.
+        assert off.max() < 2.1 and (off < 0.1).float().mean() > 0.8
         assert torch.equal(written_cache.flatten(1).any(1), expected_cache.flatten(1).any(1))
 
 
