@@ -26,7 +26,7 @@ class _Step:
     tables: Tensor
     """[B, blocks], one row per sequence of the batch"""
     key_starts: Tensor
-    """[B + 1] int32"""
+    """[B + 1] int32, first key of each sequence if all keys are concatenated"""
     max_query_len: int
 
 

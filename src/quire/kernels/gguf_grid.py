@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _COLUMNS = 256
-"""Columns of a block."""
+"""Columns of a block of these types."""
 
 
 class GridKind(NamedTuple):

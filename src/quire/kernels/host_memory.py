@@ -32,7 +32,7 @@ def host_memory(num_bytes: int) -> Tensor:
     """Return [num_bytes] uint8 in huge pages, which are pinned faster. The memory is unpinned when freed."""
     memory = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # Linux without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
     finalize(memory, _unpin, tensor.data_ptr(), num_bytes).atexit = False
@@ -41,7 +41,7 @@ def host_memory(num_bytes: int) -> Tensor:
 
 def pin(memory: Tensor) -> bool:
     """Pin memory, which makes copies several times as fast; return whether it is pinned. torch's allocator of
-    pinned memory would take up to twice the space, and never return it to the system."""
+    pinned memory would take up to twice the space, and keep it after tensors are freed."""
     if not torch.cuda.is_available() or not len(memory):
         return False
     failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
@@ -85,7 +85,7 @@ def _pin_parts(rows_ref: "ref[Tensor]", part: int) -> None:
         memory = rows[part * count : (part + 1) * count]
         if not len(memory):
             return
-        # The system provides the pages here, and not while CUDA waits. Old kernels refuse this.
+        # The system provides the pages here, and not while CUDA waits. Old Linux versions refuse this.
         libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _POPULATE_WRITE)
         with _pinning:
             if not pin(memory.view(-1)):
@@ -101,7 +101,7 @@ def unpin(memory: Tensor) -> None:
 def _unpin(address: int, num_bytes: int) -> None:
     parts = [part for part in list(_pinned) if address <= part < address + max(num_bytes, 1)]
     if parts:
-        torch.cuda.synchronize()  # copies may still use it
+        torch.cuda.synchronize()  # copies may still use the memory
     for part in parts:
         _pinned.remove(part)
         torch.cuda.cudart().cudaHostUnregister(part)

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.cpu.native import TYPES, Kernel, library, recording
 
 HEAD_DIM_STEP = 8
-"""Head sizes are multiples of this."""
+"""Number that a supported head size is a multiple of."""
 CACHE_DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 E4M3 = torch.float8_e4m3fn
 LIMIT = 448.0
-"""Maximum of e4m3."""
+"""Largest value of float8_e4m3fn."""
 BLOCK = 128
 """Outputs and inputs per scale of a blocked weight, and values per scale of a row of x."""
 _LEAST = 1e-10

@@ -10,7 +10,7 @@ from quire.kernels.cpu.linear import BLOCK, Matrix
 
 _KIND = "Q8_0"
 MAX_CODE = 127
-"""Largest code."""
+"""Largest code of an int8 weight."""
 _MIN_SCALE = 2.0**-24
 """Smallest positive float16."""
 _MAX_SCALE_ERROR = 2.0**-9

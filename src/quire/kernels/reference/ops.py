@@ -155,9 +155,9 @@ class Reference:
         self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
         """Add the LoRA outputs for x [T, size_in] to `out` [T, sum of part_sizes] in place. `tokens` is the
-        result of `assigned`. For each slot, `a` [slots, parts * rank, size_in] shrinks x to the rank of each
-        part, and `b` [slots, sum of part_sizes, rank] expands it to the part's outputs, all in float32. The
-        weights of one slot are contiguous; the distance between slots is arbitrary."""
+        result of `assigned`. For each slot, `a` [slots, parts * rank, size_in] shrinks x to the ranks of each
+        part. `b` [slots, sum of part_sizes, rank] expands the ranks to the part's outputs. All is computed in
+        float32. The weights of one slot are contiguous; the distance between slots is arbitrary."""
         return self.lora_expand(out, self.lora_shrink(x, a, tokens), b, part_sizes, tokens)
 
     def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Any) -> Tensor:

@@ -71,7 +71,7 @@ class SSMSequences:
         self.rows = rows
         """[B] int32, the row of the state of each sequence."""
         self.positions = positions
-        """[T] int64"""
+        """[T] int64, position of each token in its sequence."""
         self.lens = lens
         """[B], lengths of the sequences, on the host."""
         self.states_per_row = states_per_row
@@ -132,7 +132,7 @@ class DeltaForm(NamedTuple):
     log_bound: float = 0.0
     """Lower limit of the log decay, which is then log_bound * sigmoid(-rate * (a + bias)); 0: no limit."""
     beta_scale: float = 1.0
-    """Factor on the sigmoid of b."""
+    """Factor of sigmoid(b)."""
 
 
 GATED_DELTA = DeltaForm()
@@ -150,7 +150,7 @@ class ConvWeights(NamedTuple):
     """[channels, kernel]"""
     bias: Tensor | None
     activated: bool = True
-    """Whether silu follows."""
+    """Whether silu follows the convolution."""
 
 
 class ScanInputs(NamedTuple):

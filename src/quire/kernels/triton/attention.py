@@ -1,7 +1,7 @@
 """Paged attention of prompts on a GPU, over caches [num_blocks, block_size, kv_heads, head_dim].
 
 Heads of an int8 cache have 4 more bytes, the float32 scale of the head. The rows of a tile are all query
-heads of one KV head for some consecutive queries of a sequence, so that a key is loaded once for all of them.
+heads of one KV head for some consecutive queries of a sequence. A key is loaded once for all of these rows.
 `tiles` processes a tile of many queries over all its keys (prefill). The kernel of sequences with few queries
 (decode) is in `split_kv.py`.
 

@@ -59,7 +59,7 @@ def compile_job(job: bytes) -> None:
 
 def build_launcher(compiled: Any) -> None:
     """Build the launcher of a kernel, for which some versions of Triton need a C compiler."""
-    with contextlib.suppress(Exception):  # the parent builds it, then
+    with contextlib.suppress(Exception):  # the parent process then builds the launcher
         from triton.backends.nvidia.driver import CudaLauncher
 
         CudaLauncher(compiled.src, compiled.metadata)

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import cdiv, launch
 
 _ROWS, _COLUMNS = 64, 64
-"""Tile of `_multiply`."""
+"""Rows and columns of a tile of `_multiply`."""
 
 
 @triton.jit(do_not_specialize=["num", "size_out"])

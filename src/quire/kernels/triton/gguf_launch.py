@@ -23,7 +23,7 @@ from quire.kernels.triton.tile_dots import arrivals_of
 _SCRATCH_WEIGHTS = 1 << 26
 """Maximum elements of a weight that are unpacked at a time for the library's GEMM."""
 _UNPACKED_ROWS, _UNPACKED_COLUMNS = 16, 256
-"""Tile of a program that unpacks."""
+"""Rows and columns of the weight that a program unpacks."""
 _MOST_ROWS = 128
 """Maximum rows of x for GEMMs with packed weights; with more, weights are unpacked first."""
 _PROGRAMS = 396

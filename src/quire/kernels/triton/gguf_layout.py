@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels.gguf_grid import GRID_KINDS, read_grid_blocks
 
 TILE = 4
-"""Rows with interleaved unit values."""
+"""Number of rows whose values per unit are interleaved."""
 _MOST_WEIGHTS = 1 << 24
 """Maximum elements of a weight that are packed at a time."""
 _ALIGNMENT = 128

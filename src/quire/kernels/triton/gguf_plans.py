@@ -43,7 +43,7 @@ _SHAPES = {
     64: _Shapes(TilesPlan(64, 64, 128, 4, 4, 4), TilesPlan(64, 64, 128, 1, 4, 4), 256),
     MOST_ROWS: _Shapes(TilesPlan(128, 64, 128, 4, 4, 3), None, 256),
 }
-"""Shapes by the most rows of x."""
+"""Shapes by the maximum number of rows of x."""
 _WIDE = TilesPlan(128, 256, 128, 1, 8, 3)
 """Tiles for many rows and many outputs."""
 

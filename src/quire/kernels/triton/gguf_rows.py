@@ -241,8 +241,9 @@ def rows(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr,
     UNITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply a row of x by one or TWO tiles of weight rows at a time; with an activation the second is the
-    up part. If TOP > 0, a row of out is a pair with token pair / TOP. Grid: (programs, rows of out)."""
+    """Multiply a row of x by one or TWO tiles of weight rows at a time; with an activation the second tile is
+    the up part. If TOP > 0, a row of out is a (token, expert) pair: its token is pair / TOP, its expert is in
+    `ids`. Grid: (programs, rows of out)."""
     GATED: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
     pair, stride, start = tl.program_id(1), tl.num_programs(0), 0

@@ -100,9 +100,9 @@ def apply_penalties(
 ) -> None:
     """Apply the penalties to `logits` [N, V] in place, as in `sampling/logit_adjustments.py`.
 
-    `rows` [N] selects for each row of logits the row of `prompt_seen` [R, V or more] uint8 (ids of the
-    prompt) and of `counts`, which is as wide (how often each id was generated). Logits with a row below 0 are
-    unchanged. The penalties are float32 [N].
+    `prompt_seen` [R, V or more] uint8 is 1 for the ids of the prompt. `counts`, of the same shape, holds how
+    often each id was generated. `rows` [N] selects a row of both for each row of logits. With a row below 0,
+    logits are unchanged. The penalties are float32 [N].
     """
     (num, vocab), ahead = logits.shape, overlap(len(logits))
     if num:

@@ -48,7 +48,7 @@ class LoRARows(NamedTuple):
     most: int
     """Most tiles for any distribution of rows."""
     few: FewRows | None
-    """Set if each adapter has few rows."""
+    """Set if the adapters have few rows each on average; otherwise None."""
 
 
 def assign(slots: Tensor, num_slots: int) -> LoRARows:

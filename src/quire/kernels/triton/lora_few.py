@@ -21,7 +21,7 @@ from quire.kernels.triton.launch import follow_late, launch, overlap
 from quire.kernels.triton.moe_align import most_tiles, sort
 
 _HEIGHT = 4
-"""Pairs per tile."""
+"""Rows per tile if the rows are sorted."""
 _LENGTH, _STEPS = 2048, 4
 """Inputs of A per step of a program, and steps; for a single row, a program takes all inputs."""
 _NUMBERS, _OUTPUTS = 4096, 8192
@@ -79,8 +79,8 @@ def _row_of(order: tl.tensor, at: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
     return m.to(tl.int64)
 
 
-# With `LATE`, the GEMM after both kernels reads x without waiting for them. The kernel that wrote x must
-# therefore have ended before the first of them allows the next kernel to start.
+# With `LATE`, the GEMM after `_shrink` and `_expand` reads x without waiting for these kernels. The kernel
+# that wrote x must therefore have ended before `_shrink` allows the next kernel to start.
 @triton.jit(do_not_specialize=["num"])
 def _shrink(
     h: tl.tensor, x: tl.tensor, a: tl.tensor, slots: tl.tensor, order: tl.tensor, work: tl.tensor,

@@ -117,7 +117,7 @@ def shares(
 ) -> None:  # fmt: skip
     """Attend one share of all keys; output [tokens, heads, RANK]. The rows of a sequence are the heads of its
     queries, in groups of BLOCK_M. The keys of all sequences are concatenated in tiles of BLOCK_N; a share has
-    at least `least` of them. Grid: (groups, shares)."""
+    at least `least` tiles. Grid: (groups, shares)."""
     at, end, size, index, begin = share(seqs, None, num_seqs, least, 0, False, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     follow(OVERLAP)

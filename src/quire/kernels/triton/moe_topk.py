@@ -30,7 +30,7 @@ def _route(
     stride: tl.tensor,
     HOW: tl.constexpr, NUM: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Route NUM tokens. Grid: (num / NUM,)."""
+    """Choose the experts of NUM tokens from their logits. Grid: (num / NUM,)."""
     token = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)
     expert, exists = _experts(HOW)
     follow(OVERLAP)

@@ -26,7 +26,7 @@ _ALIGN = 16
 _TILE = 1024
 """Positions per step of a program."""
 _SPLITS = 8
-"""Most programs per sequence."""
+"""Maximum programs per sequence."""
 
 
 class SpecTokens(NamedTuple):
@@ -52,7 +52,7 @@ class SpecStep(NamedTuple):
     query_starts: Any
     """[B + 1] int32, as in `Batch`"""
     rows: Any
-    """[B] int32"""
+    """[B] int32: row of each sequence in the state"""
     planned: Any
     """[B] int32: number of planned draft tokens; below 0 if the host wrote the inputs"""
     sample_starts: Any

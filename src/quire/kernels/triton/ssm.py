@@ -50,8 +50,8 @@ the delta rule from shared memory before all warps have written them: outputs ar
 _SELECTED = 1024
 """State elements per program of Mamba's scan of short sequences, eight per thread."""
 _BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**14, 2**15)
-"""Channels per warp of Mamba's scan of longer sequences (by four, two or one threads each), and the numbers
-of channels of all sequences from which on the second and the third are used."""
+"""Channels per warp of Mamba's scan of longer sequences (by four, two or one threads each). The second and
+the third number are used from 2^14 and 2^15 channels of all sequences on."""
 _LEAST = 64
 """Minimum block of keys and values for chunks: with 16, the compiled kernel reads past its shared memory."""
 _GATED = 1024
