@@ -69,7 +69,7 @@ class AdmissionChecks:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a check waits for something that requests need."""
+        """Whether a check waits for a future that requests need."""
         return any(check.futures for check in self._checks)
 
     def wait(self, timeout_s: float) -> bool:

@@ -243,7 +243,7 @@ class EncoderCache:
     # ---- vectors
 
     def _release_computed(self, running: Running) -> None:
-        """Release the vectors of items that are computed; steps run in order."""
+        """Release the vectors of items that are computed, if only by steps in flight: steps run in order."""
         for row, held in list(self.rows.items()):
             self._release(held, _num_before(held.items, int(running.num_computed[row])))
             if held.num_done == len(held.items) and running.num_computed[row] >= held.num_bidirectional:

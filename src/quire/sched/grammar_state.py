@@ -29,12 +29,12 @@ class GrammarState:
         self._matcher = matcher
         self._budget = params.thinking_token_budget
         self._reasoning: ReasoningIds | None = params.reasoning
-        """None once the reasoning is over."""
+        """Token ids that open and close the reasoning; None once there is no more reasoning."""
         self._is_open = self._reasoning is not None and self._reasoning.open
         self._generated: list[int] = []
         """Tokens since the start of the output, or since the reasoning was opened."""
         self._text_matcher: GrammarMatcher | None = None
-        """State of the grammar if the tokens that seem to open the reasoning are text."""
+        """The matcher if the tokens that seem to open the reasoning are text; None: they cannot be text."""
         if self._reasoning is not None and not self._is_open:
             if not self._reasoning.start:
                 self._reasoning = None

@@ -67,7 +67,7 @@ class _Load:
     remote: RemotePrefix | None = None
     """Prefix in another engine that some of the entries may belong to."""
     future: Future[LoadDone] | None = None
-    """None: the copy has not started."""
+    """Result of the copy; None: the copy has not started."""
 
 
 class KVTiers:
@@ -135,7 +135,7 @@ class KVTiers:
         return bool(self.stores.are_waiting or self._loads or self._orphaned)
 
     def _flush(self) -> None:
-        """Store what waits for the next step now; no step may be in flight."""
+        """Store the entries that wait for the next step now; no step may be in flight."""
         stores = self.stores.take_now()
         if stores is not None:
             self._copies.store(stores)
@@ -230,7 +230,7 @@ class KVTiers:
             if (tier := kind.source(load.slots[-1])) is not None:
                 tier.pin(key)
         held.share(self.kv)
-        num_states = sum(map(is_state, load.keys))  # behind the pages
+        num_states = sum(map(is_state, load.keys))  # states come behind the pages
         pages = self.kv.pool.take(len(load.keys) - num_states)
         states = self.kv.states.pool.take(num_states) if self.kv.states is not None else []
         load.entries = [*pages, *states]
@@ -418,7 +418,7 @@ class KVTiers:
             return None
         return self.offers.offer(request)
 
-    # ---- the whole
+    # ---- reset, end and statistics
 
     def drain(self) -> None:
         if self.offers is not None:

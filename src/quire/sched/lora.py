@@ -57,7 +57,7 @@ class Slot:
     used: int = 0
     """Sequence number of the last use; larger is later."""
     next: "AdapterRead | None" = None
-    """The adapter that gets the slot when the holder's rows have ended; until then none are admitted."""
+    """Adapter that gets the slot when the holder's rows have ended; the holder admits no more requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ class LoRAScheduler:
         self._max_read = max_read
         self._vocab = vocab
         self.in_flight: Collection[StepInFlight] = ()
-        """Steps without a result; the scheduler's own collection."""
+        """Steps without a result; shared with the scheduler."""
         self._clock = clock
         self._newest_by_key: dict[tuple[str, str], AdapterRead] = {}
         """The reading that a new request gets, by name and path."""
@@ -387,7 +387,7 @@ class LoRAScheduler:
                 self.needs_recheck = True
 
     def empty_slots(self) -> None:
-        """Mark all slots as empty, because the device has lost their weights or may have."""
+        """Mark all slots as empty, because the device may have lost their weights."""
         self._assignments.clear()
         for slot in self.slots:
             slot.is_filled = False

@@ -51,6 +51,7 @@ class Running:
         self.num_drafts: Ints = np.zeros(max_rows, np.int32)
         """Number of draft tokens in flight: `num_tokens` may grow by up to this number."""
         self.limit: Ints = np.zeros(max_rows, np.int32)
+        """Number of tokens at which the sequence ends for its length."""
         self.eos_id: Ints = np.full(max_rows, -1, np.int32)
         self.min_len: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens before which the sequence does not stop."""
@@ -62,7 +63,7 @@ class Running:
         self.needs_value = np.zeros(max_rows, np.bool_)
         """Whether the host must have a token's value before the next token can be sampled."""
         self.waits = np.zeros(max_rows, np.bool_)
-        """Whether the row waits for the value of its last token, of which drafts are made."""
+        """Whether the row waits for the value of its last token, because drafts are made from it."""
         self.drafts = np.zeros(max_rows, np.bool_)
         """Whether the row may have drafts at all."""
         self.first_len: Ints = np.zeros(max_rows, np.int32)
@@ -70,7 +71,7 @@ class Running:
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         """A number unique to the admission until the row is released; then 0."""
         self.timed: set[int] = set()
-        """Rows with requests that get their share of each step's time."""
+        """Rows whose requests receive their share of each step's time."""
         self.stepped_at = 0.0
         """Monotonic time at which the last step ended, in seconds."""
         self._num_admissions = 0

@@ -114,7 +114,7 @@ class Scheduler:
         return {request.id: self._finish(request, "abort") for request in known}
 
     def settle(self) -> dict[str, FinishReason]:
-        """Collect finished grammars and adapters, and end the requests that need one that failed."""
+        """Collect finished grammars and adapters, and end the requests for which one of these failed."""
         return {id: self._finish(self.requests[id], "error", why) for id, why in self.checks.settle().items()}
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> FinishReason:

@@ -25,18 +25,18 @@ class Drafts(NamedTuple):
     """The draft tokens of some rows."""
 
     counts: Ints
-    """Number of drafts of each row; empty: none has any."""
+    """Number of drafts of each row; empty: no row has drafts."""
     token_ids: Ints
     """All drafts, row by row; empty: the worker proposes them itself."""
 
     def padded(self, count: int) -> "Drafts":
-        """Return the drafts with `count` more rows that have none."""
+        """Return the drafts with `count` more rows without drafts."""
         if not len(self.counts):
             return self
         return self._replace(counts=np.append(self.counts, np.zeros(count, np.int32)))
 
     def of(self, rows: NDArray[np.bool_]) -> "Drafts":
-        """Return the drafts of the selected rows; the others have none."""
+        """Return the drafts of the selected rows; the other rows have no drafts."""
         return self._replace(counts=self.counts[rows]) if len(self.counts) else self
 
 
@@ -59,7 +59,7 @@ class Drafting:
         vocab: int | None = None,
     ) -> None:
         """Build the drafter. Without a proposer the worker proposes drafts for each row that has sampled a
-        token. If the worker runs `ahead` of the host, rows that need token values there have none.
+        token. If the worker runs `ahead` of the host, rows that need token values on the host get no drafts.
         `max_samples` limits the sampled positions of a step, with rows padded to a power of two.
         `max_drafts_of` maps a number of rows to the most drafts of each. Sequences have drafts up to
         `max_len` tokens. Proposed drafts are cut at ids beyond `vocab`."""

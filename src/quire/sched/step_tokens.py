@@ -35,7 +35,7 @@ class StepTokens:
     """Number of drafts of each row; empty: none."""
     result: StepResult
     starts: dict[int, int]
-    """By row with prompt logprobs: their first position."""
+    """First position of the prompt logprobs of each row that has any."""
 
     @cached_property
     def rows(self) -> RowIds:

@@ -44,7 +44,7 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Copy the blocks that wait for the next step now, because no step is planned."""
 
     def drain(self) -> None:
-        """Wait for the copies under way and release all blocks, unless steps are in flight."""
+        """Wait for the copies under way, unless steps are in flight, and release all held blocks."""
 
     def clear(self) -> None:
         """Forget all blocks."""

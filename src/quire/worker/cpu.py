@@ -79,7 +79,7 @@ class CpuDevice:
         """Batch of the last step."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Estimate the memory; measuring would take it on a CPU."""
+        """Estimate the memory of the largest step; measuring it on a CPU would allocate it."""
         facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         num_samples = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)

@@ -44,7 +44,7 @@ class ForwardResult(NamedTuple):
     """The result of a forward pass, as tensors on the device."""
 
     hidden: Tensor
-    """[T, hidden]"""
+    """[T, hidden], the output of the layers"""
     logits: Tensor
     """[N, vocab], one row for each sampled position"""
     token_ids: Tensor | None = None

@@ -48,7 +48,7 @@ class VllmConfig:
 
 
 def open_processors(config: EngineConfig, device: torch.device, all_rows: Rows) -> ProcessorBatch | None:
-    """Return the logits processors of a worker; None without any."""
+    """Return the logits processors of a worker; None if none are configured."""
     paths = config.extensions.logits_processors
     if not paths:
         return None

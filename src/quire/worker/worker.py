@@ -51,7 +51,7 @@ _ALONE = World()
 
 
 class Worker:
-    """One device, from loading its model to running its steps."""
+    """Runs one device, from loading its model to running its steps."""
 
     def __init__(self, config: EngineConfig, world: World = _ALONE) -> None:
         self.config = config
@@ -79,7 +79,7 @@ class Worker:
         self._checkpoints: StateCheckpoints | None = None
         """Copies of SSM states to and from checkpoints; None without checkpoints."""
         self._tiers: WorkerTiers | None = None
-        """Lower tiers of the KV cache; None without any."""
+        """Lower tiers of the KV cache; None if there are none."""
         self._offloaded: OffloadedWeights | None = None
         """Weights offloaded to host memory; None while they are on the device or dropped."""
         self._updater: WeightUpdater | None = None

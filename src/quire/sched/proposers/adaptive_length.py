@@ -27,6 +27,7 @@ INITIAL_BALANCE = 2.0
 MAX_BALANCE = 64.0
 """Limit of the balance, in plain steps."""
 TRIAL_LEN = 2
+"""Most drafts of a row in a trial."""
 MIN_GAIN = 1.01
 """Least factor in tokens per second for which drafts are used."""
 REFRESH = 64
@@ -36,7 +37,9 @@ NUM_FIRST = 3
 _DECAY = 0.95
 """Decay of a row's statistics per draft."""
 _DECAY_ALL = 0.98
+"""Decay of the statistics of all rows, per row with drafts."""
 _PRIOR_WEIGHT = 2.0
+"""Weight of the rates of all rows in those of one row, in drafts."""
 _LEVELS, _CUTS = 12, 48
 """Number of acceptance levels, and of thresholds for the likelihood of a draft."""
 _FEW_ROWS = 64

@@ -32,6 +32,7 @@ from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
 
 _CAPTURE_S = 30.0
+"""Seconds after which no further graphs are captured."""
 
 
 class CudaDevice:

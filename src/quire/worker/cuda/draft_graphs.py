@@ -128,7 +128,7 @@ class DraftGraphs:
         spec_tokens.num_drafts.index_fill_(0, rows, most)
 
     def _draft_sampling(self, inputs: Tensor, sample: Sample) -> SampleDrafts:
-        """Return the sampling function of drafts: that of each row, or greedy."""
+        """Return the sampling function of drafts: with the parameters of each row, or greedy."""
         params = SamplingTensors(*(column[: inputs.shape[1]] for column in self._greedy))
         if self._is_probabilistic:
             floats = inputs[4:].view(torch.float64).float()

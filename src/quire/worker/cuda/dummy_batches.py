@@ -90,7 +90,7 @@ class DummyBatches:
         mixed_shapes: Sequence[tuple[int, int]],
         draft_graphs: DraftGraphs | None,
     ) -> None:
-        """Compile the kernels of all steps; sizes between powers of two need no others. `query_lens` and
+        """Compile the kernels of all steps; powers of two suffice as batch sizes. `query_lens` and
         `mixed_shapes` are those of `Graphs`."""
         limits = config.scheduler
         *others, last = ladder(limits.max_num_seqs)

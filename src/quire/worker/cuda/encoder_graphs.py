@@ -83,7 +83,7 @@ class TowerGraphs:
         return self._counts[key] >= TIMES and self.max_bytes > 0
 
     def _capture_batch(self, modality: str, items: Sequence[Arrays]) -> _Graph | None:
-        """Capture a batch. Return None if that fails (no more are captured) or graphs exceed their memory."""
+        """Capture a batch. Return None if that fails, which ends capturing, or graphs exceed `max_bytes`."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         inputs = [{name: array.clone() for name, array in item.items()} for item in items]

@@ -8,7 +8,7 @@ from quire.loader.offload import OffloadedLayer
 
 
 class CudaLayerCopies:
-    """Copies layers from pinned memory on a second stream; a capture of the first stream includes it."""
+    """Copies layers from pinned memory on a second stream; captures of the first stream include them."""
 
     def __init__(self, layers: Sequence[OffloadedLayer], device: torch.device) -> None:
         self._layers = layers

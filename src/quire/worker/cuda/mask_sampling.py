@@ -30,8 +30,8 @@ def sample_tokens(
 
 
 class MaskedSampling:
-    """Sends the masks of each step on a separate stream, while the layers still compute. The sampling of a
-    captured step waits for nothing else."""
+    """Sends the masks of each step on a separate stream, while the layers still compute. Only the sampling
+    of a captured step waits for them."""
 
     def __init__(self, max_rows: int, max_samples: int, vocab: int, device: torch.device) -> None:
         self.device = device

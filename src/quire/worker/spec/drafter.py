@@ -36,7 +36,7 @@ class SequenceEnds(NamedTuple):
     """The last tokens of B sequences that get drafts, all on the device."""
 
     rows: Tensor
-    """[B] int32"""
+    """[B] int32, the rows of the sequences"""
     ids: Tensor
     """[B, 2] int64, the last two tokens"""
     last: Tensor
@@ -44,9 +44,9 @@ class SequenceEnds(NamedTuple):
     num_slots: Tensor
     """[B] int64, how many tokens the blocks of each sequence have room for; nothing is written beyond"""
     tables: Tensor
-    """[layer groups, rows, blocks] int32"""
+    """[layer groups, rows, blocks] int32, the block tables"""
     sample: SampleDrafts | None = None
-    """None for greedy drafts."""
+    """Sampling function of drafts; None for greedy drafts."""
 
     def pick(self, logits: Tensor, ahead: int) -> Tensor:
         """Choose the draft tokens `ahead` positions after the last tokens of the sequences."""
