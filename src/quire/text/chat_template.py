@@ -76,14 +76,15 @@ def _merge_developer_messages(conversation: list[dict[str, Any]], template: str)
 
 
 def shipped_templates() -> dict[str, Path]:
-    """Return the templates that ship with Quire, for models with a template that lacks tools."""
+    """Return the templates that ship with Quire, by name, for models with a template that lacks tools."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 
 
 def choose_template(
     model_template: str | dict[str, str] | None, requested: str | None = None, *, with_tools: bool = False
 ) -> str:
-    """Return the template of a request: one it names or contains, else one of the model's."""
+    """Return the template of a request: the template that it names or contains, else one of the model's
+    templates."""
     named = model_template if isinstance(model_template, dict) else {}
     if requested is not None:
         return named.get(requested, requested)
@@ -106,9 +107,11 @@ class MediaMarkers:
     """Placeholder texts of media, for templates that take only strings."""
 
     text: Callable[[str, int], str]
-    """Returns the placeholder for a modality and the number of the item among its kind."""
+    """Function that returns the placeholder for a modality and the item's number, from 1, within the
+    modality."""
     interleaved: bool = False
-    """Whether placeholders keep their positions among the texts of a message; else they come first."""
+    """Whether placeholders keep their positions among the texts of a message; else placeholders come
+    first."""
     counts: Counter[str] = field(default_factory=Counter)
     """Number of items so far, by modality."""
 
@@ -117,7 +120,8 @@ class MediaMarkers:
         return self.text(modality, self.counts[modality])
 
     def join(self, parts: Sequence["str | _MediaPart"]) -> str:
-        """Return one text. A placeholder that the texts already contain is not added again."""
+        """Join the parts of a message to one text. Placeholders that the texts already contain are not added
+        again, unless they are interleaved."""
         entries = [(part, part if isinstance(part, str) else self.next(part.modality)) for part in parts]
         if self.interleaved:
             return "\n".join(text for _, text in entries)
@@ -265,7 +269,7 @@ def _parse_arguments(call: Any) -> dict[str, Any]:
 
 
 def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
-    """Append a tag to the last message's text, in place, and return the text."""
+    """Append a tag to the last message's text, in place, and return the text without the tag."""
     content = conversation[-1].get("content")
     if isinstance(content, str):
         conversation[-1]["content"] = content + _TAIL_TAG
@@ -283,7 +287,7 @@ def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
-    """Remove the text that the template wrote after the final message."""
+    """Remove the tag, and the text that the template wrote after the final message."""
     tag = _TAIL_TAG.strip()
     end = text.rfind(tag)
     if end < 0 or final_text.strip() not in text:
@@ -326,7 +330,8 @@ def _environment() -> "Environment":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks the model's output for training; here only its body matters."""
+        """The block `{% generation %}`, which marks the model's output for training. Only its body is
+        rendered."""
 
         tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""Detokenizer: incremental text of a growing output, with stop strings."""
+"""Detokenizer: converts a growing output to text incrementally, and finds stop strings."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from quire.text.tokenizer import TokenBytes, Tokenizer
 _MAX_PARTIAL = 3
 """Maximum number of tokens that wait for the rest of a UTF-8 character of at most four bytes."""
 _CONTEXT = 6
-"""Number of prompt tokens used as context: enough for a partial character and the word before it."""
+"""Number of prompt tokens used as context, which is enough for a partial character and the word before it."""
 
 
 class Detokenizer:
-    """The output text of one request. Without stop strings use `read`, with them `push` and `take_delta`."""
+    """The output text of one request. Call `read`, or with stop strings `push` and `take_delta`."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Detokenizer:
         self.text = ""
         """Output text so far, truncated at a stop string."""
         self.num_tokens = 0
-        """Number of output tokens in `text`: none after the one that completed a stop string."""
+        """Number of output tokens in `text`, up to the token that completed a stop string."""
         self.stopped_by: str | None = None
         self._stop = list(stop)
         self._include_stop = include_stop_str_in_output
@@ -49,10 +49,11 @@ class Detokenizer:
         return text + self._stream.flush() if final else text
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str | None:
-        """Append tokens and return the stop string that was found. `final` flushes a partial character."""
+        """Append tokens and return the stop string that was found, or None. `final` flushes a partial
+        character."""
         if self.stopped_by is not None:
             return self.stopped_by
-        # Token by token only with stop strings, to know which token completed one.
+        # Token by token only with stop strings, to find the token that completed a stop string.
         for step in ([i] for i in token_ids) if self._stop else (token_ids,):
             self.num_tokens += len(step)
             if self._grow(self._stream.feed(step)):
@@ -62,7 +63,8 @@ class Detokenizer:
         return self.stopped_by
 
     def take_delta(self, final: bool = False) -> str:
-        """Return the text to stream: new since the last call, and not a possible part of a stop string."""
+        """Return the text to stream: the new text since the last call, except for its end, which may be the
+        beginning of a stop string. With `final` the end is returned, too."""
         num_held = 0 if final or self.stopped_by is not None else self._num_held
         end = max(self._num_streamed, len(self.text) - num_held)
         delta = self.text[self._num_streamed : end]
@@ -70,7 +72,7 @@ class Detokenizer:
         return delta
 
     def _grow(self, new_text: str) -> bool:
-        """Add text and return whether that completed a stop string."""
+        """Add text and return whether it completed a stop string."""
         if not new_text:
             return False
         # With no second reference to the string, += grows it in place instead of copying it.
@@ -97,8 +99,8 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _first_stop(text: str, num_before: int, stops: Iterable[str]) -> tuple[int, str] | None:
-    """Return start and text of the stop string that ends first after `num_before` characters; of two, the
-    longer."""
+    """Return start and text of the stop string that ends first after `num_before` characters. Of two with the
+    same end, return the longer."""
     matches = [
         (start + len(stop), start, stop)
         for stop in stops
@@ -147,8 +149,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Stream for other decoders: decodes the new tokens after the previous ones and removes the previous
-    text."""
+    """Stream for other decoders: decodes the previous and the new tokens together, and removes the text of
+    the previous tokens."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _SPACE = "▁"
 _SENTENCEPIECE = ("llama", "gemma4")
-"""Kinds of vocabularies with escaped spaces; that of Gemma 4 always has merges."""
+"""Kinds of vocabularies with escaped spaces; the vocabulary of Gemma 4 always has merges."""
 _SOURCE = "the GGUF file"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -65,9 +65,9 @@ class GGUFPreTokenizer:
     """Pre-tokenization of a byte-level vocabulary."""
 
     splits: tuple[str, ...]
-    """Regexes, each applied to the pieces of the one before."""
+    """Regexes, each applied to the pieces of the regex before."""
     whole_words: bool = False
-    """Whether a word that is a token stays whole, regardless of the merges."""
+    """Whether a word that is a token stays undivided, regardless of the merges."""
     add_bos: bool = False
     """Whether BOS is prepended if the file does not set add_bos_token."""
     nfc: bool = False
@@ -120,7 +120,7 @@ PRE_TOKENIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocab:
-    """A vocabulary of a GGUF header."""
+    """The tokenizer of a GGUF header, with its special tokens and chat templates."""
 
     backend: Tokenizer
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -187,7 +187,7 @@ def _pre_tokenizer(name: str) -> GGUFPreTokenizer:
 
 
 def _merges(lines: Sequence[str]) -> list[tuple[str, str]]:
-    # A piece may itself begin with a space, so the separator is sought from the second character on.
+    # A piece may itself begin with a space, so the separator is searched from the second character on.
     cuts = [(line, line.find(" ", 1)) for line in lines]
     return [(line[:cut], line[cut + 1 :]) for line, cut in cuts]
 

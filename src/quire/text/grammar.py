@@ -27,26 +27,26 @@ if TYPE_CHECKING:  # imported lazily: it would slow down every start
 T = TypeVar("T")
 
 MAX_CHARS = 1 << 18
-"""Maximum size of a schema, regex or grammar."""
+"""Maximum size of a schema, regex or grammar in characters."""
 MAX_CACHED_TEXTS, MAX_CACHED_CHARS = 4096, 256
-"""Size of the cache of tokenized texts, and the longest text that it takes. Grammars force the same short
-texts often."""
+"""Number of tokenized texts that are cached, and the length in characters of the longest cached text.
+Grammars often force the same short texts."""
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
 """Whitespace between JSON tokens, unless a request sets it. It is bounded since small models write endless
 newlines."""
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SHORT = (1, 3, 5, 8, 12)
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{n}}}" for n in _SHORT), f"{_IN_STRINGS}+"]
-"""Slices of the vocabulary that llguidance tests together: if all tokens of a slice are allowed, none is
-tried one by one. Short slices are for strings of limited length (benchmarks/grammar_masks.py)."""
+"""Slices of the vocabulary that llguidance tests as a whole: if all tokens of a slice are allowed, they are
+not tested one by one. Short slices are for strings of limited length (benchmarks/grammar_masks.py)."""
 COMPILING_THREADS = 2
 MIN_PARALLEL = 4
-"""Number of matchers from which several threads are faster than one."""
+"""Number of matchers from which several threads are faster than one thread."""
 CORE_SHARE = 3 / 8
-"""Share of the cores that fill masks while a device computes. More threads start later and slow down the
-scheduler."""
+"""Share of the cores that fill masks while a device computes. More threads would start later and slow down
+the scheduler."""
 SLOW_FILL_S = 1.5e-3
-"""Seconds of mask filling after which all cores are used."""
+"""If the last masks took more seconds than these to fill, all cores fill the next masks."""
 
 _CLASSES = {r"\d": "[:digit:]", r"\D": "[:^digit:]", r"\w": "[:word:]", r"\W": "[:^word:]"}
 
@@ -56,15 +56,15 @@ class Vocabulary:
     """The tokens that a grammar is compiled against."""
 
     tokens: Sequence[bytes]
-    """Bytes of each token, for the larger one of the model's and the tokenizer's vocabulary."""
+    """Bytes of each token, for the larger of the model's and the tokenizer's vocabulary."""
     special_ids: Sequence[int]
     """Ids of special tokens."""
     eos_ids: tuple[int, ...]
     encode: Callable[[str], list[int]]
 
     def open(self) -> "LLTokenizer":
-        """Build the tokenizer of llguidance in two steps, since each holds the GIL for about 0.5 s per
-        150,000 tokens."""
+        """Build the tokenizer of llguidance. This takes two steps, since each step holds the GIL for about
+        0.5 s per 150,000 tokens."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         tokenizer = LLTokenizer(
@@ -86,7 +86,8 @@ class _WrappedVocabulary:
         self._encode_cached = lru_cache(MAX_CACHED_TEXTS)(vocabulary.encode)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenize a text that a grammar forces. There are few, and they are repeated."""
+        """Tokenize a text that a grammar forces. Such texts are few and are repeated, so short texts are
+        cached."""
         if isinstance(text, bytes):
             raise TypeError("this tokenizer takes strings, not bytes")
         return self._encode_cached(text) if len(text) <= MAX_CACHED_CHARS else self._encode(text)
@@ -102,10 +103,12 @@ class Grammars:
         switches: Collection[str] = (),
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Create an empty cache. `vocabulary` is called with the first grammar, since most engines never
-        need it. `num_threads`: threads of the layers, if masks are filled on the same cores between steps.
-        None: other cores fill masks while a device computes. `switches`: names of the fields of
-        StructuredOutputsParams that are on for all requests. `max_bytes` of lexers are kept."""
+        """Create an empty cache.
+
+        `vocabulary` is called for the first grammar, since most engines never need it. `num_threads` is the
+        number of compute threads, if masks are filled on their cores between steps; None if other cores fill
+        masks while a device computes. `switches` are the fields of StructuredOutputsParams that are on for
+        all requests. At most `max_bytes` of lexers are kept."""
         self._vocabulary = vocabulary
         self._switches = dict.fromkeys(switches, True)
         self._num_threads = num_threads
@@ -118,8 +121,8 @@ class Grammars:
         """Whether filling the last masks took long."""
 
     def compile(self, params: StructuredOutputsParams) -> Matcher:
-        """Return a matcher at the start of the grammar. Raises a RequestError if the constraint is
-        invalid, matches no text, is not supported or exceeds a limit. The first call opens the vocabulary."""
+        """Return a matcher at the start of the grammar. Raise a RequestError if the constraint is invalid,
+        matches no text, is not supported or exceeds a limit. The first call opens the vocabulary."""
         key = digest_of(params)
         with self._lock:
             lexers = self._compiled.get(key)
@@ -127,7 +130,7 @@ class Grammars:
         return self._add(key, params, lexers).new_matcher() if matcher is None else matcher
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Raise the errors of `compile`. A grammar that is cached costs a lookup."""
+        """Raise the errors of `compile`. For a cached grammar, this only takes a lookup."""
         key = digest_of(params)
         with self._lock:
             lexers = self._compiled.get(key)
@@ -153,7 +156,7 @@ class Grammars:
 
     @property
     def fills_in_thread(self) -> bool:
-        """Whether masks are filled on other cores than those that compute the layers."""
+        """Whether masks are filled in a thread while a device computes."""
         return self._num_threads is None
 
     @cached_property
@@ -162,8 +165,8 @@ class Grammars:
         return -(-self.open().vocab_size // 32)
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]) -> None:
-        """Fill rows of `bits` [rows, words]: a bit is set if its token may come next. Each matcher comes
-        with its row. The GIL is released meanwhile."""
+        """Fill rows of `bits` [rows, words]: a bit is set if its token may come next. `matchers` are pairs of
+        a matcher and its row. The GIL is released meanwhile."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         words, target = self.num_words, bits.view(np.int32)
@@ -177,7 +180,8 @@ class Grammars:
             self._is_slow = self.fills_in_thread and time.perf_counter() - started > SLOW_FILL_S
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
-        """Advance each sequence by one token, as `Matcher.advance` does for one."""
+        """Advance each matcher by its next token, and return the verdicts, as `Matcher.advance` does for one
+        sequence."""
         if len(steps) < MIN_PARALLEL:
             return [matcher.advance(token_id) for matcher, token_id in steps]
         for matcher, _ in steps:
@@ -234,7 +238,8 @@ def _refusal(reason: str) -> RequestError:
 
 
 def digest_of(params: StructuredOutputsParams) -> bytes:
-    """Return a key of the params. Raises a RequestError if they are not valid text."""
+    """Return a digest of the params, for the cache. Raise a RequestError if their texts are not valid
+    Unicode."""
     encoded = _with_request_errors(params, lambda: msgspec.msgpack.encode(with_json_text(params)))
     return hashlib.sha256(encoded).digest()
 
@@ -261,7 +266,7 @@ def _name_of(params: StructuredOutputsParams) -> str:
 
 
 def _with_request_errors(params: StructuredOutputsParams, build: Callable[[], T]) -> T:
-    """Return the result of `build`. Its errors become a RequestError that names the constraint."""
+    """Return the result of `build`. Errors of `build` become a RequestError that names the constraint."""
     try:
         return build()
     except RecursionError as error:
@@ -308,8 +313,8 @@ def _from_regex(regex: str, params: StructuredOutputsParams) -> str:
 
 
 def plain_classes(regex: str) -> str:
-    r"""Return the regex with \d and \w restricted to ASCII, as in JSON schema patterns. The library's
-    match all Unicode."""
+    r"""Return the regex with \d and \w restricted to ASCII, as in JSON schema patterns. In the library, \d
+    and \w match all Unicode digits and letters."""
     parts, depth, at_class_start = [], 0, False
     for part in re.findall(r"\\.|\[\^?|.", regex, re.DOTALL):
         named = _CLASSES.get(part)
@@ -323,8 +328,8 @@ def plain_classes(regex: str) -> str:
 
 
 def _from_choice(choice: list[str], params: StructuredOutputsParams) -> str:
-    """Return a grammar with one terminal: the parser allows at most 2,000 open alternatives, a lexer any
-    number."""
+    """Return a grammar with one terminal, since the parser allows at most 2,000 open alternatives, and a
+    lexer any number."""
     from llguidance import LLMatcher
 
     literals = (

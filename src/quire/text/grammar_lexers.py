@@ -14,23 +14,24 @@ if TYPE_CHECKING:  # imported lazily: it would slow down every start
 log = get_logger(__name__)
 
 MAX_GRAMMARS = 256
-"""Number of compiled grammars that are kept, least recently used first out."""
+"""Maximum number of compiled grammars that are kept; the least recently used grammars are dropped."""
 MAX_LEXERS = 1024
-"""Maximum number of lexers of all grammars, tens of KiB each for most grammars."""
+"""Maximum number of lexers of all grammars. A lexer takes tens of KiB for most grammars."""
 MAX_BYTES = 256 << 20
-"""Maximum size of the lexers of all grammars, by the estimate of `Lexer.num_bytes`. Those of running requests
-are not freed before the request ends."""
+"""Maximum size in bytes of the lexers of all grammars, by the estimate of `Lexer.num_bytes`. The lexer of a
+running request is not freed before the request ends."""
 LEXER_BYTES, CHAR_BYTES, TOKEN_BYTES = 128 << 10, 64, 1 << 10
-"""Size of a lexer, as allocated for 15 grammars: 50 KiB to 0.5 MiB, 20 to 140 bytes per character of a long
-grammar, and 50 bytes (JSON schemas) to 15 KiB (long bounded repetitions) per token, for new states."""
+"""Estimated bytes of a lexer: a constant, per character of the grammar, and per token, for new states.
+Measured for 15 grammars: 50 KiB to 0.5 MiB; 20 to 140 bytes per character of a long grammar; and 50 bytes
+(JSON schemas) to 15 KiB (long bounded repetitions) per token."""
 MAX_LEXER_STATES = 50_000
-"""Maximum number of states of one lexer, 1 to 2 KiB each."""
+"""Maximum number of states of one lexer. A state takes 1 to 2 KiB."""
 MAX_SEQUENCES_PER_LEXER = 64
-"""Number of sequences that one lexer serves, one after the other, since it keeps the states of all."""
+"""Maximum number of sequences that one lexer serves, since it keeps the lexer states of all its sequences."""
 MAX_COMPILE_S = 0.5
-"""CPU seconds that the lexers of one grammar may take to compile. After that sequences share lexers."""
+"""CPU seconds that the lexers of one grammar may take to compile. Beyond that, sequences share lexers."""
 MAX_REASON_CHARS = 500
-"""Maximum length of a library error that is logged or sent to a client."""
+"""Maximum length in characters of a library error that is logged or sent to a client."""
 
 _ENDS: dict[str, Verdict] = {
     "NotStopped": "",
@@ -40,7 +41,8 @@ _ENDS: dict[str, Verdict] = {
 }
 """Verdicts by the stop reason of a matcher; any other reason is an error."""
 _DOES_NOT_FIT = "doesn't satisfy the grammar"
-"""Text of the library's error for a token that does not fit. Its other errors are about its limits."""
+"""Text of the library's error for a token that does not fit. Other errors of the library are about its
+limits."""
 
 
 class Matcher:
@@ -52,19 +54,21 @@ class Matcher:
         lexer.users.add(self)
 
     def advance(self, token_id: int) -> Verdict:
-        """Consume the next token of the sequence and return whether and how the sequence ends."""
+        """Consume the next token of the sequence, and return the verdict: whether and how the sequence
+        ends."""
         self.lexer.num_tokens += 1
         return self.verdict(self.inner.consume_token(token_id))
 
     def verdict(self, is_accepted: bool) -> Verdict:
-        """Return the verdict for the last token, which the grammar accepted or not."""
+        """Return the verdict for the last token; `is_accepted` is whether the grammar accepted the token."""
         if is_accepted and not self.inner.is_stopped():
             return ""
         verdict = _ENDS.get(self.inner.stop_reason()) if is_accepted else None
         return self._failure() if verdict is None else verdict
 
     def _failure(self) -> Verdict:
-        """Distinguish a token that does not fit from a limit of the library."""
+        """Return the verdict of a failure: `error` for a token that does not fit, `limit` for a limit of the
+        library."""
         self.lexer.is_spent = True
         reason = self.inner.get_error()
         if _DOES_NOT_FIT in reason:
@@ -77,8 +81,8 @@ class Matcher:
 
 
 class Lexer:
-    """A compiled grammar. Its matchers share its lexer states and its lock: matchers of one lexer run one
-    at a time, those of several lexers in parallel."""
+    """A compiled grammar. Its matchers share its lexer states and its lock: matchers of one lexer run one at
+    a time, and matchers of different lexers run in parallel."""
 
     def __init__(self, start: "LLMatcher", seconds: float, num_chars: int) -> None:
         self._start = start
@@ -87,7 +91,7 @@ class Lexer:
         self._num_chars = num_chars
         """Length of the grammar's source text."""
         self.num_tokens = 0
-        """Tokens of all sequences so far."""
+        """Number of tokens of all its sequences so far."""
         self._num_sequences = 0
         self.users: WeakSet[Matcher] = WeakSet()
         self.is_spent = False
@@ -95,7 +99,7 @@ class Lexer:
 
     @property
     def num_bytes(self) -> int:
-        """Estimate the memory of this lexer, which the library does not report."""
+        """Estimate the bytes of this lexer, which the library does not report."""
         num_states = min(self.num_tokens, MAX_LEXER_STATES)
         return LEXER_BYTES + CHAR_BYTES * self._num_chars + TOKEN_BYTES * num_states
 
@@ -107,7 +111,8 @@ class Lexer:
 
 
 class Lexers:
-    """The lexers of one grammar: one per concurrent sequence, unless they take too long to compile."""
+    """The lexers of one grammar: one lexer per concurrent sequence, unless lexers take too long to
+    compile."""
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
@@ -130,7 +135,7 @@ class Lexers:
         self._all.append(lexer)
 
     def drop(self) -> None:
-        """Drop the oldest lexer; sequences that use it keep it."""
+        """Drop the oldest lexer from the cache; sequences that use the lexer keep it."""
         del self._all[0]
 
     @property
@@ -139,8 +144,8 @@ class Lexers:
 
 
 class LexerCache:
-    """Least recently used lexers by the digest of their constraint, limited in number and bytes. Its users
-    lock it."""
+    """A cache of lexers by the digest of their constraint, limited in number and bytes, with the least
+    recently used evicted first. Callers must hold a lock."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -179,11 +184,11 @@ class LexerCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return the estimated size of all lexers that are kept."""
+        """Return the estimated bytes of all lexers that are kept."""
         return sum(lexers.num_bytes for lexers in self._lexers.values())
 
 
 def shorten(reason: str) -> str:
-    """Return an error of the library without its state, limited in length."""
+    """Return the text of a library error without the parser state, limited in length."""
     short = re.split("\n<(?:state|non-verbose)", reason, maxsplit=1)[0].strip()
     return short if len(short) <= MAX_REASON_CHARS else short[:MAX_REASON_CHARS] + "..."

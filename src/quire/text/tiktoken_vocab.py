@@ -1,5 +1,7 @@
-"""The tokenizer of a tiktoken.model file. The file has only the ranks of tokens: the split pattern and the
-names of reserved tokens are those of the checkpoint's Python code, which is not run."""
+"""The tokenizer of a tiktoken.model file.
+
+The file has only the ranks of tokens. The split pattern and the names of reserved tokens are copied from the
+checkpoint's Python code, which is not run."""
 
 import base64
 import binascii
@@ -33,14 +35,14 @@ KIMI_SPLIT = "|".join(
     )
 )
 _NUM_RESERVED = 256
-"""Number of token ids after those of the file, whether tokenizer_config.json names them or not."""
+"""Number of token ids after the ids of the file, whether tokenizer_config.json names their tokens or not."""
 
 
 def read_tiktoken(file: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer of a Kimi checkpoint from its ranks and its tokenizer_config.json."""
     _check_family(file, config)
     vocab = _read_ranks(file)
-    # A word that is a token stays whole, regardless of the merges.
+    # With ignore_merges, a word that is a token stays undivided.
     backend = Tokenizer(bpe(str(file), vocab, merges_by_rank(vocab), ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -54,7 +56,7 @@ def read_tiktoken(file: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def _check_family(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise unless the code of the checkpoint's tokenizer is one with a known split pattern."""
+    """Raise a ConfigError unless the split pattern of the checkpoint's tokenizer code is known."""
     auto_map = config.get("auto_map")
     code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
     code = code[0] if isinstance(code, list) and code else code
@@ -72,7 +74,8 @@ def _check_family(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read_ranks(file: Path) -> dict[str, int]:
-    """Return the id of each token, in the byte-level alphabet. A line has a token in base64 and its id."""
+    """Return the id of each token, with tokens in the byte-level alphabet. A line of the file has a token in
+    base64 and its id."""
     vocab: dict[str, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line:
@@ -93,7 +96,7 @@ def _read_ranks(file: Path) -> dict[str, int]:
 
 
 def _add_reserved(backend: Tokenizer, first: int, file: Path, config: Mapping[str, Any]) -> None:
-    """Add the tokens after those of the file: named in tokenizer_config.json, or reserved."""
+    """Add the tokens with ids after the ids of the file, named by tokenizer_config.json or else reserved."""
     named = {int(i): AddedToken(**spec) for i, spec in (config.get("added_tokens_decoder") or {}).items()}
     last = max(first + _NUM_RESERVED - 1, *named, 0)
     reserved = {

@@ -32,7 +32,7 @@ class Encoded(dict[str, Any]):
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token adds to a text, computed on first use; unknown ids add none."""
+    """The bytes that each token adds to a text, by id, computed on first use; unknown ids add no bytes."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool, strips_first_space: bool) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token; None for part of a character, empty for a skipped token."""
+    """The text of each token, by id; None if its bytes are a part of a character, empty for a skipped
+    token."""
 
     def __init__(self, table: TokenBytes, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Tokenizer:
         chat_template: str | dict[str, str] | None = None,
         has_token_types: bool = True,
     ) -> None:
-        # A tokenizer.json may contain the truncation and padding of its training.
+        # A tokenizer.json may contain the truncation and padding of the model's training.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -115,12 +116,12 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the token ids of a text and the character range of each."""
+        """Return the token ids of a text and the range of characters of each token."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of two joined texts and the token type (0 or 1) of each."""
+        """Return the token ids of two joined texts and the token type (0 or 1) of each token."""
         try:
             encoding = self.backend.encode(first, second)
         except TypeError as error:
@@ -128,8 +129,8 @@ class Tokenizer:
         return encoding.ids, self._types(encoding)
 
     def encode_cut(self, *texts: str, max_len: int, side: str) -> tuple[list[int], list[int]]:
-        """Encode one or two texts to at most `max_len` tokens. The texts are truncated on `side`, the
-        longer one of two first; special tokens stay."""
+        """Encode one or two texts to at most `max_len` tokens; return the token ids and types. Texts are
+        truncated on `side`, the longer of two texts first; special tokens stay."""
         try:
             parts = [self.backend.encode(text, add_special_tokens=False) for text in texts]
         except TypeError as error:
@@ -175,7 +176,8 @@ class Tokenizer:
         documents: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str | list[int]:
-        """Return the conversation formatted by the chat template, as ids, or as text if not `tokenize`."""
+        """Return the conversation formatted by the chat template, as token ids, or as text if not
+        `tokenize`."""
         text = render_chat(
             choose_template(self.chat_template, chat_template, with_tools=tools is not None),
             messages,
@@ -192,7 +194,7 @@ class Tokenizer:
     @overload
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
-        """Return the vocabulary's tokens of the ids; None for unknown ids."""
+        """Return the tokens of these ids; None for unknown ids."""
         if isinstance(ids, int):
             return self.backend.id_to_token(ids)
         return [self.backend.id_to_token(i) for i in ids]
@@ -202,7 +204,7 @@ class Tokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | None | list[int | None]:
-        """Return the ids of tokens of the vocabulary; the unknown token's id for unknown tokens."""
+        """Return the ids of these tokens; the id of the unknown token for tokens outside the vocabulary."""
         if isinstance(tokens, str):
             token_id = self.backend.token_to_id(tokens)
             return self.unk_token_id if token_id is None else token_id
@@ -220,7 +222,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the base vocabulary; `len()` also counts the added ones."""
+        """Number of tokens of the base vocabulary; `len()` also counts added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
@@ -250,7 +252,8 @@ class Tokenizer:
         return [self.added_tokens[i].content for i in self.all_special_ids]
 
     def _special_token(self, name: str) -> tuple[str | None, int | None]:
-        """Return the text and the id of a special token, such as `eos_token`; None if there is none."""
+        """Return the text and the id of a special token, such as `eos_token`; None for a missing text or
+        id."""
         token = self.special_tokens_map.get(name)
         return token, None if token is None else self.backend.token_to_id(token)
 
@@ -274,8 +277,8 @@ def _from_directory(path: Path, trust_remote_code: bool) -> Tokenizer:
         config |= _read_json(path / "special_tokens_map.json")
     special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
     if (path / "tokenizer.json").is_file():
-        # As transformers does, the file's own post-processor decides about BOS and EOS: the
-        # add_bos_token and add_eos_token of the config are for vocabularies without that file.
+        # As in transformers, the post-processor of tokenizer.json adds BOS and EOS: the add_bos_token
+        # and add_eos_token of the config are for vocabularies without a tokenizer.json.
         backend = _read_backend(path / "tokenizer.json")
     elif (path / TIKTOKEN_FILE).is_file():
         backend = read_tiktoken(path / TIKTOKEN_FILE, config)
@@ -323,7 +326,7 @@ def _convert_with_transformers(
     except ImportError as error:
         raise ConfigError(f"{path} has {file.name} but no tokenizer.json; {remedy}") from error
     try:
-        # Always passed: without it transformers prompts on the terminal for permission to run remote code.
+        # trust_remote_code is always passed: without it, transformers asks for permission on the terminal.
         converted = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         backend: tokenizers.Tokenizer = converted.backend_tokenizer
     except (ImportError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -335,7 +338,7 @@ def _convert_with_transformers(
 def _add_configured_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
-    """Add the tokens to the backend that only the config names."""
+    """Add tokens to the backend that only the config contains."""
     present = {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}
     configured = [(int(i), AddedToken(**spec)) for i, spec in config.get("added_tokens_decoder", {}).items()]
     for i, token in sorted(configured, key=lambda item: item[0]):
@@ -350,7 +353,8 @@ def _add_configured_tokens(
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat templates. Separate files take precedence over tokenizer_config.json."""
+    """Return the chat template, or templates by name; None without one. Separate files take precedence over
+    tokenizer_config.json."""
     named = {file.stem: _read_text(file) for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
     if (path / "chat_template.jinja").is_file():
         named["default"] = _read_text(path / "chat_template.jinja")
@@ -363,7 +367,7 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | dict[str, str] |
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; empty if there is no file."""
+    """Return the JSON object of a file; empty if the file does not exist."""
     if not file.is_file():
         return {}
     try:

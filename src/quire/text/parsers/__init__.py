@@ -147,10 +147,11 @@ def answer_parser(
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
     make_id: Callable[[int, str], str] | None = None,
 ) -> Parser | Chain:
-    """Return the parser of one output, by the names of its two parts; without either, all is text.
+    """Return the parser of one output, by the names of its reasoning parser and its tool parser. Without
+    either, the whole output is text.
 
-    `schemas`: the parameters of each function that may be called. `prompt`: the end of the rendered prompt.
-    `opened`: whether the output begins inside of reasoning, if the prompt does not determine it."""
+    `schemas` are the parameters of each function that may be called. `prompt` is the end of the rendered
+    prompt. `opened` is whether the output begins inside of reasoning, if the prompt does not determine it."""
     first: Parser = REASONING[reasoning or "identity"](prompt)
     if opened is not None and isinstance(first, Reasoning):
         first.opened = opened_by(first.marks, prompt, opened)
@@ -180,7 +181,7 @@ def _register(table: LazyTable, name: str) -> Callable[[Factory], Factory]:
 
 
 def load_plugin(path: str | Path) -> None:
-    """Run a user's Python file, which registers its parsers."""
+    """Run a user's Python file, which registers parsers."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"no parser plugin at {path}")

@@ -13,7 +13,8 @@ from quire.text.tokenizer import Tokenizer
 
 _PLACEHOLDERS = re.compile(r"(NAME|ARGUMENTS|PARAMETERS|DIGITS|KEY|IS_STRING|\n+)")
 _MAX_CHARS = 1 << 20
-"""Maximum size of a grammar: definitions of a schema are repeated for every parameter with a reference."""
+"""Maximum characters of a grammar: definitions of a schema are repeated for every parameter with a
+reference."""
 _ANY_KEY = r"/[^<>\"=]{1,64}/"
 _TERMINALS = (r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,8}/", "")
 
@@ -25,9 +26,9 @@ class CallFormat:
     opening: str
     """Mark before the calls; empty if the calls are the whole output."""
     call: str
-    """One call, with the placeholders NAME, and ARGUMENTS (JSON) or PARAMETERS."""
+    """Text of one call, with the placeholders NAME and DIGITS, and ARGUMENTS (JSON) or PARAMETERS."""
     parameter: str = ""
-    """One parameter, with the placeholders KEY, VALUE and IS_STRING."""
+    """Text of one parameter, with the placeholders KEY, VALUE and IS_STRING; empty for JSON arguments."""
     before: str = ""
     """Text between the opening mark and the first call."""
     between: str = ""
@@ -36,7 +37,7 @@ class CallFormat:
     repeats: bool = False
     """Whether the opening mark precedes every call."""
     quotes: bool = False
-    """Whether string parameters are JSON, too, and parameters are separated by commas."""
+    """Whether string parameters are written as JSON strings, and parameters are separated by commas."""
 
 
 def _list(opening: str, call: str, closing: str = "") -> CallFormat:
@@ -158,8 +159,8 @@ _NEW_MISTRAL = CallFormat("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", repeats=True)
 
 
 def format_of(parser: str, tokenizer: Tokenizer) -> CallFormat | None:
-    """Return the call format of a parser, or None if it has no grammar. Newer Mistral models, which have the
-    token [ARGS] before the arguments, have a format of their own."""
+    """Return the call format of a parser, or None if the parser has no grammar. Newer Mistral models, with
+    the token [ARGS] before the arguments, have a format of their own."""
     if parser == "mistral" and "[ARGS]" in _special_tokens(tokenizer):
         return _NEW_MISTRAL
     return FORMATS.get(_ALIASES.get(parser, parser))
@@ -172,9 +173,10 @@ def calls_grammar(
     *,
     answer_schema: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a Lark grammar of free text, or of JSON of the `answer_schema`, with tool calls. Every call is
-    one of these tools with arguments of its schema. Marks that are special tokens are matched by token id.
-    Calls without an opening mark cannot stand beside other JSON."""
+    """Return a Lark grammar of an output: free text or JSON of the `answer_schema`, and tool calls.
+
+    Every call names a tool of `schemas` and has arguments that match its schema. Marks that are special
+    tokens are matched by token id. An `answer_schema` needs a format with an opening mark."""
     assert format.opening or answer_schema is None
     return _Grammar(format, _special_tokens(tokenizer)).write(schemas, answer_schema)
 
@@ -218,7 +220,7 @@ class _Grammar:
         return "\n".join([f"start: {start}", *self.rules, *_TERMINALS])
 
     def _start(self, body: str, answer_schema: Mapping[str, Any] | None) -> str:
-        """Return the rule of an output: free text or JSON, and calls."""
+        """Return the rule of an output: free text or JSON, and tool calls."""
         opening = self.format.opening
         if not opening:
             first = (self.format.before or self.format.call)[0]
@@ -260,7 +262,8 @@ class _Grammar:
                     yield "SPACE?" if piece.isspace() else _literal(piece)
 
     def _parameters(self, name: str, schema: Mapping[str, Any]) -> str:
-        """Return the symbols of a tool's parameters, in the order of its schema; of any if it has none."""
+        """Return the symbols of a tool's parameters, in the order of its schema. A schema without properties
+        allows any parameters."""
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
             if schema.get("additionalProperties") is False:
@@ -279,7 +282,7 @@ class _Grammar:
         return " ".join(f"{name}_{index}{'' if key in required else '?'}" for index, key in enumerate(keys))
 
     def _separated(self, name: str, required: list[bool]) -> str:
-        """Return the symbols of parameters with commas between those that are present."""
+        """Return the symbols of parameters with commas between the parameters that are present."""
         comma, first, later = _literal(", "), "", ""
         for index in reversed(range(len(required))):
             rule = f"{name}_{index}"
@@ -292,7 +295,7 @@ class _Grammar:
         return first
 
     def _parameter(self, name: str, key: str | None, schema: Any) -> str:
-        """Return the symbols of one parameter; of any key if that is None."""
+        """Return the symbols of one parameter; a `key` of None allows any key."""
         types = types_of(schema)
         refers = isinstance(schema, Mapping) and "$ref" in schema
         is_text = not self.format.quotes and ("string" in types or not (types or refers))

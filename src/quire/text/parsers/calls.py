@@ -15,7 +15,7 @@ from quire.text.parsers.json_text import JsonParser
 from quire.text.parsers.streaming import Wait
 
 IdMaker = Callable[[int, str], str]
-"""Returns a call id for the index of the call and the name of the function."""
+"""Function that returns a call id, by the index of the call and the name of the function."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters, by function name."""
 
@@ -39,19 +39,20 @@ def kimi_id(index: int, name: str) -> str:
 
 
 class ToolParser(JsonParser):
-    """Splits text into text and tool calls. White space next to a call is dropped."""
+    """Splits an output into text and tool calls. White space next to a call is dropped."""
 
     default_id: IdMaker = staticmethod(vllm_id)
 
     def __init__(
         self, marks: Any = None, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
     ) -> None:
-        """Create a parser. `marks`: the markers of the format, for a class that parses several formats."""
+        """Create a parser. `marks` are the marks of the format, for a class that parses several formats."""
         self.marks = marks
         self.schemas = schemas or {}
         self.make_id = make_id or self.default_id
         self._types: dict[int, frozenset[str]] = {}
-        """Cached types by `id()` of the schema, which may be long and is looked up for every parameter."""
+        """Cache of `types_of` by `id()` of the schema: a schema may be long and is used for every
+        parameter."""
         self._num_calls = 0
         self._blank: list[str] = []
         """White space that may precede a call."""
@@ -75,7 +76,7 @@ class ToolParser(JsonParser):
         return pieces + self._advance()
 
     def start(self, name: str, id_: str | None = None) -> None:
-        """Start a call. From here on the text cannot be given back."""
+        """Start a call. The text since `hold` can no longer be emitted as text."""
         self.release()
         self._blank, self._after_call = [], True
         self._num_calls += 1
@@ -83,11 +84,11 @@ class ToolParser(JsonParser):
         self._out.append(ToolStart(index, id_ or self.make_id(index, name), name))
 
     def arguments(self, text: str) -> None:
-        """Emit more of the arguments of the last started call."""
+        """Emit the next part of the arguments of the last started call."""
         self._out.append(ToolArguments(self._num_calls - 1, text))
 
     def closing(self, marks: Iterable[str]) -> Wait[str]:
-        """Skip closing marks behind a call and return the character that follows."""
+        """Skip closing marks after a call and return the character that follows; empty at the end."""
         marks = tuple(marks)
         char = yield from self.space()
         while char and (yield from self.take(*marks)):
@@ -95,7 +96,7 @@ class ToolParser(JsonParser):
         return char
 
     def types(self, function: str, parameter: str) -> frozenset[str]:
-        """Return the types that the schema allows for a parameter; empty if it sets none."""
+        """Return the types that the schema allows for a parameter; empty if the schema has no type for it."""
         properties = self.schemas.get(function, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return self.types_of(schema)
@@ -107,7 +108,7 @@ class ToolParser(JsonParser):
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """Return the types that a schema allows; empty if it sets none."""
+    """Return the JSON types that a schema allows; empty if the schema has no type."""
     return frozenset(_types(schema))
 
 
@@ -130,7 +131,8 @@ def quoted(text: str) -> str:
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """Return the text of a parameter of these types as JSON; a string if it matches none of them."""
+    """Return the text of a parameter as a JSON value of one of these types; as a string if no type
+    matches."""
     word = text.strip()
     if "null" in types and word.lower() in _NULLS:
         return "null"
@@ -157,7 +159,7 @@ def parse_json(text: str) -> Any:
 
 
 def _literal(word: str) -> Any:
-    """Return the value of a JSON or Python literal."""
+    """Return the value of a JSON or Python literal; INVALID if the text is neither."""
     value = parse_json(word)
     if value is not INVALID or word[:1] not in ("[", "{", "("):
         return value

@@ -1,8 +1,8 @@
-"""Parsers by chat template: the ones that parse what the template itself renders.
+"""Detects the tool and reasoning parsers that fit a chat template.
 
 A template renders the tool calls of earlier turns in the model's own format. So a conversation with one known
 call is rendered, and the tool parser that returns exactly this call fits. Templates that describe the format
-and leave out the calls are matched by its marks."""
+but do not render calls are matched by the marks of the format."""
 
 import re
 from os.path import commonprefix
@@ -31,16 +31,16 @@ _TOOL = {
 }
 _USER = {"role": "user", "content": "How is the weather in Paris?"}
 _CONTENT = "Qj7"
-"""Content of a message, to find where a template writes it: no mark begins like this."""
+"""Content of a message that shows where a template writes it; no mark begins with this text."""
 _IDS = ("abcdef123", f"functions.{_NAME}:0")
-"""Ids of the call: nine letters and digits for Mistral, Kimi-K2's own form."""
+"""Ids of the rendered call: nine letters and digits for Mistral, and the form of Kimi-K2."""
 
 _WITHOUT_MARKS = ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "xlam")
-"""Formats without marks: a call is the start of the answer."""
+"""Formats without marks, in which a call must be at the start of the answer."""
 _LEADING_MARK = re.compile(r"<\|[^|]*\|>|</?think>")
-"""Marks of the turn and of empty reasoning, which other formats may have before a call."""
+"""Marks of turns and of empty reasoning, which templates may write before a call."""
 _PREFERRED = ("hermes", "qwen3_coder", "glm45", "llama3_json", "cohere_command3", "jamba", "pythonic")
-"""Names to choose where parsers of several names parse the same text."""
+"""Preferred names if several parsers parse the same text."""
 _FORMAT_MARKS = {
     "<|tool_calls_section_begin|>": "kimi_k2",
     "<｜tool▁calls▁begin｜>": "deepseek_v3",
@@ -58,15 +58,16 @@ _REASONING_OF = {
     "deepseek_v31": "deepseek_v3",
     "deepseek_v32": "deepseek_v3",
 }
-"""Reasoning parsers that belong to tool parsers of another name."""
+"""Reasoning parsers by tool parser, if their names differ."""
 _ASSEMBLED_MARKS = ("hy_v3", "inkling", "kimi_k3", "muse_glimmer", "openai_gptoss")
-"""Reasoning parsers with marks that templates assemble: they belong to the tool parser of their family."""
+"""Reasoning parsers with marks that templates assemble from parts, so that no mark is found in the template.
+The tool parser of the family selects them."""
 _NEVER_DETECTED = ("identity", "minimax_m2_append_think", "holo2")
 """Reasoning parsers that no template selects."""
 
 
 class DetectedParsers(NamedTuple):
-    """Names of the parsers that fit a chat template; empty if none does."""
+    """Names of the parsers that fit a chat template; empty if no parser fits."""
 
     tools: str = ""
     reasoning: str = ""
@@ -75,7 +76,7 @@ class DetectedParsers(NamedTuple):
 def detect_parsers(
     model_template: str | dict[str, str] | None, requested: str | None = None
 ) -> DetectedParsers:
-    """Return the parsers for a model's chat template, or for the requested one."""
+    """Return the parsers for a model's chat template, or for the requested template."""
     try:
         template = choose_template(model_template, requested, with_tools=True)
     except RequestError:
@@ -90,7 +91,8 @@ def detect_parsers(
 
 
 def _has_marks(name: str, template: str) -> bool:
-    """Return whether a template has the marks of a reasoning parser, those around the answer included."""
+    """Return whether a template has the end mark of a reasoning parser, and a mark around the answer if the
+    parser has such marks."""
     marks, wrapping = REASONING[name]("").reasoning_marks, _wrapping_marks(name)
     has_end = marks is not None and marks[1].strip() in template
     return has_end and (not wrapping or any(mark in template for mark in wrapping))
@@ -103,7 +105,8 @@ def _wrapping_marks(name: str) -> tuple[str, ...]:
 
 
 def _fitting_tool_parsers(template: str, reasoning: set[str]) -> list[str]:
-    """Return the names of the tool parsers that fit, the best first: least text outside of the call."""
+    """Return the names of the tool parsers that fit. The parser with the least text outside of the call is
+    first."""
     if not _shows_tools(template):
         return []
     num_left: dict[str, int] = {}
@@ -124,7 +127,7 @@ def _fitting_tool_parsers(template: str, reasoning: set[str]) -> list[str]:
 
 
 def _text_around_call(name: str, text: str) -> str | None:
-    """Return what a parser leaves as text around the call; None if it does not return the call."""
+    """Return the text that a parser returns around the call; None if the parser does not return the call."""
     pieces = TOOLS[name](schemas={_NAME: _SCHEMA}).parse(text)
     kinds = [type(piece) for piece in pieces]
     if kinds.count(ToolStart) != 1 or pieces[kinds.index(ToolStart)].name != _NAME:
@@ -141,7 +144,7 @@ def _text_around_call(name: str, text: str) -> str | None:
 
 
 def _shows_tools(template: str) -> bool:
-    """Return whether a prompt names the tools of its request."""
+    """Return whether the template writes the tools of a request into the prompt."""
     try:
         return _NAME in _render(template, [_USER], add_generation_prompt=True)
     except RequestError:
@@ -149,7 +152,7 @@ def _shows_tools(template: str) -> bool:
 
 
 def _render_call(template: str, call_id: str) -> str:
-    """Return what the template renders for a message with the call; empty if it fails."""
+    """Return the text that the template renders for a message with the call; empty if the template fails."""
     call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     try:
         without_call = _render(template, [_USER, {"role": "assistant", "content": _CONTENT}])
@@ -157,7 +160,7 @@ def _render_call(template: str, call_id: str) -> str:
     except RequestError:
         return ""
     start = len(commonprefix([without_call.partition(_CONTENT)[0], with_call]))
-    for first, last in ("<>", "[]"):  # A mark that both begin with alike is not cut in two.
+    for first, last in ("<>", "[]"):  # The common prefix may end inside a mark, which must stay whole.
         opening = with_call.rfind(first, 0, start)
         if opening >= 0 and last not in with_call[opening:start]:
             start = opening

@@ -11,7 +11,7 @@ from quire.text.parsers.streaming import Wait
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _QUOTED = re.compile(r'("(?:[^"\\]|\\.?)*"?)', re.DOTALL)
-"""A string, or the whole rest after an unclosed quote, so that each character is scanned once."""
+"""A string, or the whole rest of the text after an unclosed quote, so that each character is scanned once."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class GemmaCalls(ToolParser):
         return bool((yield from self.take("}")))
 
     def _value(self) -> Wait[str | None]:
-        """Return one value as JSON, up to the comma or bracket that ends it; None if it is incomplete."""
+        """Return one value as JSON, up to the comma or brace that ends it; None if the value is
+        incomplete."""
         plain: list[str] = []
         depth = 0
         while True:
@@ -87,7 +88,7 @@ class GemmaCalls(ToolParser):
 
 
 def _scalar(plain: str) -> str:
-    """Return a value with quoted strings as JSON; as a string if it is not valid."""
+    """Return a value as JSON after adding missing quotes; as a string if it is still not valid."""
     plain = plain.strip()
     encoded = to_json(parse_json(_quote_keys(plain)))
     return json.dumps(plain, ensure_ascii=False) if encoded is None else encoded

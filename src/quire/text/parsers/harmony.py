@@ -14,7 +14,8 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class Harmony(ToolParser):
-    """Channels: analysis is reasoning, a message to a function is a call, everything else is text.
+    """Parser of Harmony: the channel `analysis` is reasoning, a message to a function is a tool call, and
+    everything else is text.
 
     A message to one of the built-in tools counts as reasoning."""
 

@@ -1,4 +1,4 @@
-"""Inkling's outputs: messages, each of a type that a mark names."""
+"""Inkling's outputs: messages with a mark for their type."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ _ENDS = ("<|end_message|>", "<|content_model_end_sampling|>")
 
 
 class Inkling(ObjectParser):
-    """Messages of thinking, text and calls. The text before the mark of a call repeats its name."""
+    """Parser of messages with reasoning, text or tool calls. Text before the mark of a call repeats the
+    call's name and is dropped."""
 
     keeps_special_tokens = True
     reads_all = True

@@ -1,5 +1,4 @@
-"""Tool calls that are JSON objects with a name and arguments, between marks or without them, or forced by a
-grammar."""
+"""Parsers of tool calls that are JSON objects, with or without marks, or forced by a grammar."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +32,8 @@ class ObjectParser(ToolParser):
     by_name = False
 
     def objects(self) -> Wait[bool]:
-        """Read one call, several, or a list of them. Returns False if the first is not a call or one is
-        incomplete."""
+        """Read one call, several calls, or a list of calls. Return False if the first object is not a call,
+        or if a call is incomplete."""
         is_list = (yield from self.space()) == "["
         if is_list:
             yield from self.take("[")
@@ -51,7 +50,8 @@ class ObjectParser(ToolParser):
         return False
 
     def _object(self) -> Wait[bool]:
-        """Read one call. It is started when its name is known and its arguments begin."""
+        """Read one call; return False if it is invalid or incomplete. The call is started when its name is
+        known and its arguments begin."""
         yield from self.take("{")
         name, arguments, started = "", "{}", False
         while (key := (yield from self._key())) is not None:
@@ -79,7 +79,7 @@ class ObjectParser(ToolParser):
         return False
 
     def _key(self) -> Wait[str | None]:
-        """Read a key and its colon."""
+        """Read a key and its colon; return None if they are invalid."""
         if (yield from self.space()) != '"':
             return None
         key = yield from self._read_value()
@@ -88,13 +88,14 @@ class ObjectParser(ToolParser):
         return key if isinstance(key, str) and colon else None
 
     def _read_value(self) -> Wait[Any]:
-        """Read a value that is not streamed."""
+        """Read a whole value, which is not streamed; return INVALID if it is incomplete or invalid."""
         parts: list[str] = []
         is_complete = yield from self.json_value(parts.append)
         return parse_json("".join(parts)) if is_complete else INVALID
 
     def _arguments(self, name: str) -> Wait[bool]:
-        """Stream an object of arguments; parse one that is written as a string."""
+        """Start the call and stream its object of arguments; an object written as a string is emitted at
+        once. Return False if the arguments are invalid or incomplete."""
         if (yield from self.space()) == "{":
             self.start(name)
             return (yield from self.json_value(self.arguments))
@@ -106,7 +107,8 @@ class ObjectParser(ToolParser):
 
 
 def _unpack(value: Any) -> str:
-    """Return the arguments, an object or a string that contains one, as JSON; empty if they are neither."""
+    """Return arguments, which are an object or a string that contains an object, as JSON; empty if the value
+    is neither."""
     value = parse_json(value) if isinstance(value, str) else value
     if value is None:
         return "{}"
@@ -140,7 +142,7 @@ class JsonCalls(ObjectParser):
                 self.give_back()
 
     def _stray_brackets(self) -> Wait[None]:
-        """Skip closing brackets in front of a closing mark: models write one too many at times."""
+        """Skip superfluous closing brackets before a closing mark, which models write at times."""
         self.hold()
         while (yield from self.space()) and (yield from self.take("}", "]")):
             pass
@@ -176,8 +178,8 @@ class Mistral(ObjectParser):
 
 
 class RequiredCalls(ObjectParser):
-    """Calls that a grammar forces: a list of `{"name", "parameters"}`. An incomplete call after the first is
-    dropped."""
+    """Parser of calls that a grammar forces: a list of `{"name", "parameters"}`. If no call is read, the
+    output is text; text after the last call is dropped."""
 
     def script(self) -> Wait[None]:
         self.hold()
@@ -190,7 +192,7 @@ class RequiredCalls(ObjectParser):
 
 
 class NamedCall(ToolParser):
-    """A call that a grammar forces: the arguments of one function without anything else."""
+    """Parser of a call that a grammar forces: the whole output is the arguments of one function."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name

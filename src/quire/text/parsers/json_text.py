@@ -1,4 +1,4 @@
-"""Incremental JSON: values are emitted as far as they are certain to be valid."""
+"""Incremental JSON: a value is emitted as far as it is certain to be the beginning of valid JSON."""
 
 import re
 
@@ -14,7 +14,7 @@ _SCALAR_PREFIX = re.compile(
 )
 _HEX = re.compile(r"[0-9a-fA-F]{0,4}")
 _MAX_SCALAR = 4300
-"""Maximum length of a number: Python parses no more digits."""
+"""Maximum length of a number in characters: Python parses no more digits."""
 _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -22,10 +22,10 @@ class JsonParser(Parser):
     """Base of parsers that read JSON."""
 
     def json_value(self, emit: Emit) -> Wait[bool]:
-        """Emit one value. Returns False if it is incomplete or invalid; the emitted text always begins a
-        valid value.
+        """Emit one value. Return False if it is incomplete or invalid. The emitted text is always the
+        beginning of a valid value.
 
-        Errors of models in strings are corrected: control characters and invalid escapes."""
+        Control characters and invalid escapes in strings, which models write at times, are corrected."""
         closers: list[str] = []
         expected = _VALUE
         while True:
@@ -107,7 +107,7 @@ class JsonParser(Parser):
         emit("\\\\" if char else "\\")
 
     def _json_scalar(self, emit: Emit) -> Wait[bool]:
-        """Emit a number or word when it is complete."""
+        """Emit a number or word when it ends; return False if it is invalid or truncated."""
         while True:
             word = _WORD.match(self._buffer, self._position, self._position + _MAX_SCALAR + 1)
             assert word is not None

@@ -1,4 +1,5 @@
-"""MiniMax-M3's tool calls: a tag for each parameter, nested like the value, with a mark before each tag."""
+"""MiniMax-M3's tool calls: a tag for each parameter, with nested tags for nested values. A mark precedes each
+tag."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ _MAX_DEPTH = 50
 
 
 class MinimaxM3(ToolParser):
-    """Calls as nested tags. Strings are streamed, other values are emitted when complete."""
+    """Parser of calls as nested tags. Strings are streamed; other values are emitted when they are
+    complete."""
 
     keeps_special_tokens = True
 
@@ -47,7 +49,7 @@ class MinimaxM3(ToolParser):
         return False
 
     def _tag(self) -> Wait[str | None]:
-        """Read the name of the tag that begins here."""
+        """Return the name of the tag that begins at this position; None if no tag begins here."""
         if not (yield from self.take(f"{_MARK}<")):
             return None
         key = yield from self.header(">")
@@ -69,7 +71,7 @@ class MinimaxM3(ToolParser):
         return value is not None
 
     def _value(self, tag: str, schema: Any, depth: int) -> Wait[str | None]:
-        """Return the content of a tag as JSON; None if it is incomplete."""
+        """Return the content of a tag as JSON; None if the content is incomplete or nested too deeply."""
         text: list[str] = []
         inner: list[tuple[str, str]] = []
         while (yield from self.until((_MARK,), text.append)):

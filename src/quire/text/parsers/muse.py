@@ -14,7 +14,8 @@ _TAGS = invoke_tags("<atem:function_calls>", closes=("</atem:function_calls>",),
 
 
 class MuseGlimmer(TaggedCalls):
-    """Messages to the model itself are reasoning; in others, tags are calls and the rest is text."""
+    """Parser of Muse Glimmer's outputs: messages to the model itself are reasoning. In other messages, tags
+    are calls and the rest is text."""
 
     reads_all = True
     reasoning_marks = ("", " to=user<|message|>")
@@ -39,7 +40,7 @@ class MuseGlimmer(TaggedCalls):
                 yield from self._message()
 
     def _message(self) -> Wait[None]:
-        """Read the header of a message, and all of the message if it is reasoning."""
+        """Read the header of a message, and the whole message if it is reasoning."""
         self.hold()
         header = yield from self.header("<|message|>")
         if header is None:

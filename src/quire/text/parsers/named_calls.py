@@ -1,4 +1,4 @@
-"""Tool calls that are a name between marks, followed by JSON arguments."""
+"""Parser of tool calls that are a name between marks, followed by JSON arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class NamedMarks:
 
 
 class NamedCalls(ToolParser):
-    """Calls as a name and JSON arguments."""
+    """Parser of calls that are a name and JSON arguments."""
 
     keeps_special_tokens = True
     marks: NamedMarks
@@ -38,7 +38,7 @@ class NamedCalls(ToolParser):
         while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):
             self.hold()
             if (yield from self.take(*self.marks.opens)):
-                yield from self.header(self.marks.call)  # text in front of the first call is no answer
+                yield from self.header(self.marks.call)  # text before the first call is dropped
             if (yield from self.take(self.marks.call)) and (yield from self._call()):
                 yield from self.closing(self.marks.closes)
             else:
@@ -58,7 +58,7 @@ class NamedCalls(ToolParser):
 
 
 def _kimi_name(header: str) -> str:
-    """Return `name` of `functions.name:0`."""
+    """Return the function's name in a header such as `functions.name:0`."""
     name, _, number = header.strip().rpartition(":")
     return (name if number.isdecimal() else header.strip()).removeprefix("functions.")
 

@@ -1,4 +1,4 @@
-"""Tool calls written as Python: `[f(a=1), g(b="x")]`."""
+"""Parser of tool calls written as Python: `[f(a=1), g(b="x")]`."""
 
 import ast
 import json
@@ -21,14 +21,14 @@ class PythonMarks:
     """Marks around pythonic tool calls."""
 
     opens: tuple[str, ...] = ()
-    """Marks before the calls; without marks, a bracket."""
+    """Marks before the calls; without marks, calls begin with a bracket."""
     closes: tuple[str, ...] = ()
     lines: bool = False
     """Whether calls have no brackets, one per line."""
 
 
 class Pythonic(ToolParser):
-    """Calls as Python. Each argument is emitted when it is complete."""
+    """Parser of calls as Python. Each argument is emitted when it is complete."""
 
     keeps_special_tokens = True
     marks: PythonMarks
@@ -88,7 +88,7 @@ class Pythonic(ToolParser):
         return True
 
     def _argument(self) -> Wait[str | None]:
-        """Convert `key=value` to `"key": value`; None if it is not an argument."""
+        """Convert an argument `key=value` to `"key": value`; return None if it is not a valid argument."""
         key = yield from self.word(_LETTER)
         yield from self.space()
         if not _FUNCTION.fullmatch(key) or not (yield from self.take("=")):
@@ -98,7 +98,8 @@ class Pythonic(ToolParser):
         return None if value is None else f"{json.dumps(key, ensure_ascii=False)}: {value}"
 
     def _value(self) -> Wait[str | None]:
-        """Return the source of an expression, up to the comma or bracket that ends it."""
+        """Return the source of an expression, up to the comma or parenthesis that ends it; None if it is
+        incomplete."""
         parts: list[str] = []
         quote, depth = "", 0
         while char := (yield from self.peek()):
@@ -122,7 +123,8 @@ class Pythonic(ToolParser):
 
 
 def python_to_json(source: str) -> str | None:
-    """Return a Python literal as JSON, with true, false and null allowed; None if it is not a literal."""
+    """Return a Python literal as JSON, or None if the source is not a literal. The words true, false and null
+    are literals, too."""
     # A line break inside of quotes is not valid Python, but is accepted.
     source = source.strip()
     for text in (source, source.replace("\r", "\\r").replace("\n", "\\n")):

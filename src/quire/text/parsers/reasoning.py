@@ -13,21 +13,22 @@ class ReasoningMarkers:
     start: str
     end: str
     opened: bool = True
-    """Whether an output without a start mark begins inside of reasoning: most templates write the mark."""
+    """Whether an output without a start mark begins inside of reasoning, since most templates write the
+    mark."""
     starts: tuple[str, ...] = ()
     """Alternative start marks."""
     ends: tuple[str, ...] = ()
     """Alternative end marks."""
     breaks: tuple[str, ...] = ()
-    """Marks that end the reasoning and belong to what follows, such as a tool call."""
+    """Marks that end the reasoning and belong to the following text, such as the mark of a tool call."""
     dropped: tuple[str, ...] = ()
     """Marks around the rest of the output, which are removed."""
     special: bool = False
 
 
 class Reasoning(Parser):
-    """Reasoning between marks, then text. The end of the prompt shows whether the reasoning was opened
-    there."""
+    """Parser of reasoning between marks, followed by text. If the prompt ends with a start mark, the output
+    begins inside of reasoning."""
 
     def __init__(self, marks: ReasoningMarkers, prompt: str = "") -> None:
         self.marks = marks
@@ -81,8 +82,8 @@ class AppendThink(Identity):
 
 
 def opened_by(marks: ReasoningMarkers, prompt: str, default: bool | None = None) -> bool:
-    """Whether the output begins inside of reasoning, by the end of the prompt. If that is not conclusive:
-    `default`, or the usual case of these marks."""
+    """Whether the output begins inside of reasoning, by the end of the prompt. If the prompt ends with no
+    mark, the result is `default`, or `marks.opened` if `default` is None."""
     prompt = prompt.rstrip()
     if prompt.endswith(tuple(mark.rstrip() for mark in (marks.start, *marks.starts))):
         return True

@@ -1,4 +1,5 @@
-"""The base of all parsers: a script reads the text as a generator and yields when it needs more."""
+"""The base of all parsers: a script, which is a generator, reads the text and yields when it needs more
+text."""
 
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -11,7 +12,7 @@ from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArgum
 
 Result = TypeVar("Result")
 Wait = Generator[None, None, Result]
-"""Part of a script: yields when it needs more text, and returns its result."""
+"""A part of a script, which yields when it needs more text, and returns its result."""
 Emit = Callable[[str], None]
 
 _MAX_HEADER = 512
@@ -25,7 +26,7 @@ class Parser:
     keeps_special_tokens = False
     """Whether the marks are special tokens, so that the text must include special tokens."""
     reads_all = False
-    """Whether it parses both reasoning and tool calls, so that it is the only parser."""
+    """Whether the parser handles both reasoning and tool calls, so that no other parser is needed."""
     reasoning_marks: tuple[str, str] | None = None
     """Start and end marks of reasoning, for code that works on tokens."""
     reasoning_breaks: tuple[str, ...] = ()
@@ -38,7 +39,8 @@ class Parser:
         self._position = 0
         """Position in the buffer up to which text was read."""
         self._hold_start: int | None = None
-        """Start of the held text in the buffer, which may have to be emitted as text."""
+        """Start in the buffer of the held text, which may have to be emitted as text; None: no text is
+        held."""
         self._held_text: list[str] = []
         """Held text that is no longer in the buffer, so that a long hold does not make the buffer long."""
         self._ended = False
@@ -46,7 +48,7 @@ class Parser:
         self._running: Wait[None] = self.script()
 
     def script(self) -> Wait[None]:
-        """Read the output from its first character to its last."""
+        """Read the output from its first character to its last, and emit its pieces."""
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Piece]:
@@ -82,14 +84,14 @@ class Parser:
     # ---- input of scripts
 
     def hold(self) -> None:
-        """Hold the text that is read from here on, since it may have to be given back."""
+        """Hold the text that is read from here on, since it may have to be emitted as text."""
         self._hold_start, self._held_text = self._position, []
 
     def release(self) -> None:
         self._hold_start, self._held_text = None, []
 
     def give_back(self) -> None:
-        """Emit the text that was read since `hold` as text: it was not a call."""
+        """Emit the text that was read since `hold` as text, since it was not a call."""
         if self._hold_start is not None:
             self.text("".join(self._held_text) + self._buffer[self._hold_start : self._position])
         self.release()
@@ -103,14 +105,14 @@ class Parser:
         self.release()
 
     def more(self) -> Wait[bool]:
-        """Wait for more text and return whether there is any."""
+        """Wait for more text; return False at the end of the output."""
         if self._ended:
             return False
         yield
         return True
 
     def peek(self) -> Wait[str]:
-        """Return the next character; empty at the end."""
+        """Return the next character without reading it; empty at the end."""
         while self._position >= len(self._buffer):
             if not (yield from self.more()):
                 return ""
@@ -123,7 +125,7 @@ class Parser:
         return char
 
     def word(self, pattern: re.Pattern[str]) -> Wait[str]:
-        """Read the characters that match the pattern one by one."""
+        """Read and return the characters up to the first that does not match the pattern."""
         chars: list[str] = []
         while pattern.match(char := (yield from self.peek())):
             chars.append(char)
@@ -131,7 +133,7 @@ class Parser:
         return "".join(chars)
 
     def take(self, *literals: str) -> Wait[str]:
-        """Read the longest literal that comes next and return it; empty if none does."""
+        """Read the longest literal that comes next and return it; empty if no literal comes next."""
         if not literals:
             return ""
         while True:
@@ -144,7 +146,8 @@ class Parser:
         return literal
 
     def comes(self, literal: str) -> Wait[str]:
-        """Return the literal if it comes next, after white space; empty if not. Nothing is read."""
+        """Return the literal if it comes next, after white space; else empty. The position does not
+        change."""
         self.hold()
         yield from self.space()
         literal = yield from self.take(literal)
@@ -152,7 +155,8 @@ class Parser:
         return literal
 
     def until(self, marks: tuple[str, ...], emit: Emit) -> Wait[str]:
-        """Emit the text before the first mark and stop there. Returns the mark; empty at the end."""
+        """Emit the text before the first mark, and return the mark; empty at the end. The mark is not
+        read."""
         while True:
             start, mark = self._find_mark(marks)
             if start > self._position:
@@ -162,7 +166,8 @@ class Parser:
                 return mark
 
     def header(self, *marks: str) -> Wait[str | None]:
-        """Read the short text before a mark. Returns None and reads nothing if no mark follows closely."""
+        """Read and return the text before a mark. Return None and read nothing if no mark follows within
+        `_MAX_HEADER` characters."""
         while True:
             start, mark = self._find_mark(marks, _MAX_HEADER)
             if start - self._position > _MAX_HEADER:
@@ -175,9 +180,9 @@ class Parser:
                 return None
 
     def _find_mark(self, marks: tuple[str, ...], within: int | None = None) -> tuple[int, str]:
-        """Return position and text of the first mark, or the end of the text that certainly has no mark.
-
-        `within`: maximum number of characters before the mark."""
+        """Return position and text of the first mark. Without a mark, return the end of the text that
+        certainly has no mark, and an empty text. `within` is the maximum number of characters before the
+        mark."""
         longest, firsts, pattern = _shape(marks)
         size = len(self._buffer)
         end = size if within is None else self._position + within + longest
@@ -188,7 +193,7 @@ class Parser:
 
 
 def join(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join consecutive pieces of one kind and drop empty ones."""
+    """Join consecutive pieces of the same kind, and drop empty pieces."""
     out: list[Piece] = []
     parts: list[str] = []
     for piece in pieces:
@@ -216,7 +221,7 @@ def _kind(piece: Piece) -> tuple[type[Piece], int]:
 
 
 def _partial_mark(text: str, at: int, marks: tuple[str, ...], firsts: frozenset[str]) -> int:
-    """Return the start of a suffix of the text that may become a mark."""
+    """Return the start of a suffix of the text that may become a mark, or the length of the text."""
     for start in range(at, len(text)):
         if text[start] in firsts:
             tail = text[start:]
@@ -228,7 +233,7 @@ def _partial_mark(text: str, at: int, marks: tuple[str, ...], firsts: frozenset[
 @lru_cache(maxsize=1024)
 def _shape(marks: tuple[str, ...]) -> tuple[int, frozenset[str], re.Pattern[str]]:
     """Return the length of the longest mark, the first characters of marks, and a pattern that finds the
-    first mark, the longest one of several."""
+    first mark. Of several marks at one position, the pattern finds the longest."""
     by_length = sorted(marks, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
     return max(map(len, marks), default=1), frozenset(mark[0] for mark in marks), pattern

@@ -1,4 +1,5 @@
-"""Tool calls with parameters between tags, as text: the tool's schema determines their types."""
+"""Parser of tool calls with a tag for each parameter. Values are text, and the tool's schema has their
+types."""
 
 import html
 import json
@@ -40,7 +41,7 @@ class Tags:
 
 
 class TaggedCalls(ToolParser):
-    """Calls between configured tags."""
+    """Parser of calls between configured tags."""
 
     marks: Tags
 
@@ -87,13 +88,13 @@ class TaggedCalls(ToolParser):
         return True
 
     def _parameter(self, function: str, comma: str) -> Wait[bool]:
-        """Read one parameter. Returns False if it is incomplete."""
+        """Read one parameter; return False if the parameter is incomplete."""
         tags = self.marks
         header = yield from self.header(tags.key_end)
         if header is None:
             return False
         yield from self.take(tags.key_end)
-        if tags.before_value:  # GLM-5 leaves it out at times
+        if tags.before_value:  # GLM-5 leaves this tag out at times
             yield from self.space()
             yield from self.take(tags.before_value)
         # DeepSeek: `key" string="true`; Kimi-K3: `key" type="string"`
@@ -124,7 +125,8 @@ class TaggedCalls(ToolParser):
         return html.unescape(text) if self.marks.escaped else text
 
     def _value(self, emit: Emit) -> Wait[bool]:
-        """Emit the text of a value, without the line break before its end."""
+        """Emit the text of a value, without the line break before its end tag; return False if the value is
+        incomplete."""
         tags = self.marks
         if tags.cdata and (yield from self.take("<![CDATA[")):
             mark = yield from self.until((f"]]>{tags.value_end}",), emit)
@@ -145,7 +147,7 @@ class TaggedCalls(ToolParser):
 
     def _follows(self) -> Wait[bool]:
         """Return whether the next parameter or the end of the call follows the end tag of a value. If not,
-        the tag is part of the value, such as that of a parameter in XML."""
+        the tag is a part of the value, such as a value in XML with the same tag."""
         tags = self.marks
         self.hold()
         is_end = not (yield from self.space())
@@ -155,7 +157,7 @@ class TaggedCalls(ToolParser):
 
 
 class HyV3(TaggedCalls):
-    """Hunyuan 3. Its published checkpoints write `:opensource` into every tag."""
+    """Parser of Hunyuan 3's calls. The published checkpoints write `:opensource` into every tag."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(_hy_v3(""), **options)
