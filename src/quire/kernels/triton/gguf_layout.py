@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels.gguf_grid import GRID_KINDS, read_grid_blocks
 
 TILE = 4
-"""Number of rows whose values per unit are interleaved."""
+"""Number of rows with interleaved values per unit."""
 _MOST_WEIGHTS = 1 << 24
 """Maximum elements of a weight that are packed at a time."""
 _ALIGNMENT = 128
@@ -92,7 +92,7 @@ class Planes(NamedTuple):
     """[rows, units, words] int32; with one word per unit, [rows / TILE, units, TILE]"""
     high: Tensor
     """[rows / TILE, units, TILE] int16; with 4 words per unit, [rows, `high_stride`] int16: the high bits of
-    the codes of half a word are a byte, or half a byte, whose upper half belongs to the next unit"""
+    the codes of half a word are a byte, or the half of a byte that has those of the next unit above"""
     subs: Tensor
     """[rows / TILE, units, TILE, 1 or 2] int8"""
     scales: Tensor
