@@ -91,8 +91,8 @@ class Planes(NamedTuple):
     low: Tensor
     """[rows, units, words] int32; with one word per unit, [rows / TILE, units, TILE]"""
     high: Tensor
-    """[rows / TILE, units, TILE] int16; with 4 words per unit, [rows, `high_stride`] int16: the high bits of
-    the codes of half a word are a byte, or the half of a byte that has those of the next unit above"""
+    """[rows / TILE, units, TILE] int16; with 4 words per unit, [rows, `high_stride`] int16: a byte has the
+    high bits of the codes of half a word; with one bit per code, its upper half is for the next unit"""
     subs: Tensor
     """[rows / TILE, units, TILE, 1 or 2] int8"""
     scales: Tensor
