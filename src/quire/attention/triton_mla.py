@@ -36,7 +36,7 @@ class _Few(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """Prompts whose keys are expanded together, within `EXPANDED_BYTES` if possible."""
+    """Prompts for which the keys are expanded together, within `EXPANDED_BYTES` if possible."""
 
     num_keys: int
     keys: Tensor

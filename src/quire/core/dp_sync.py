@@ -1,5 +1,4 @@
-"""Data-parallel synchronization: engines that share experts run every step together, and are idle
-together."""
+"""Data-parallel synchronization: engines that share experts run every step, or are idle, together."""
 
 import contextlib
 import os

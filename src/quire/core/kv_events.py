@@ -28,7 +28,7 @@ REPLAYS_PER_CLIENT = 4
 half of the limit was read. A client that reads one replay before it requests the next therefore needs
 three."""
 CLOSE_S = 1.0
-"""Most seconds that `close()` waits to send the last events."""
+"""Seconds that `close()` waits for a full queue, and then for the thread to send the last events."""
 _SEQUENCE_BYTES = 8
 _END = (b"", b"\xff" * _SEQUENCE_BYTES, b"")
 """Frames after the last batch of a replay: no topic, the sequence number -1, and no payload."""
@@ -106,7 +106,7 @@ class EventPublisher:
                 )
 
     def close(self) -> None:
-        """Send the queued batches and close the sockets, within about `CLOSE_S` seconds."""
+        """Send the queued batches and close the sockets, within a limited time."""
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:

@@ -132,7 +132,8 @@ class Producer:
             self._known = KnownEngine(env.cache_root, engine_id, host, self._server.port)
         except OSError as error:
             log.warning(
-                "Engines on this machine do not find this one: %s cannot be written; name %s:%d in peers",
+                "Other engines on this machine cannot find this engine: %s cannot be written; add %s:%d to"
+                " their peers",
                 *(error.filename, host, self._server.port),
             )
         address = OfferAddress(engine_id, host, self._server.port)

@@ -29,6 +29,6 @@ class PrefixMiss(msgspec.Struct, omit_defaults=True):
     tier: str | None = None
     """Tier that the blocks were evicted from: `device`."""
     why: str | None = None
-    """Explanation for the reason `off`."""
+    """Explanation why prefix caching is off, for the reason `off`."""
     text: str | None = None
     """Text of the request around `from_token`."""

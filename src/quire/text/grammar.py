@@ -156,7 +156,7 @@ class Grammars:
 
     @property
     def fills_in_thread(self) -> bool:
-        """Whether masks are filled in a thread while a device computes."""
+        """Whether masks may be filled in a thread while a device computes."""
         return self._num_threads is None
 
     @cached_property

@@ -1,8 +1,8 @@
 """Operations of layers with an SSM state (Mamba, Mamba-2, gated delta rule): interface, choice, reference.
 
 A layer computes a short convolution, then the scan of Mamba or Mamba-2, or the gated delta rule. Its state
-has a fixed size per sequence. Each row of the worker has a state. A sequence whose first token in the batch
-has position 0 starts from zeros, regardless of the previous contents of its row.
+has a fixed size per sequence. Each row of the worker has a state. A sequence with position 0 as its first
+token of the batch starts from zeros, regardless of the previous contents of its row.
 
 With speculative decoding a row has several states: state number n % states_per_row is the state after the
 first n tokens. A step with draft tokens keeps the state after each token of the step. The next step starts

@@ -52,7 +52,7 @@ def _fold(
     total: tl.tensor, ends: tl.tensor,
 ) -> Any:  # fmt: skip
     """Add the result of a split (`acc`, `most`, `total`) to the sum of the splits before it, for the rows
-    whose split `ends`. Return the sum and the split's result, which is emptied for these rows."""
+    with a split that ends. Return the sum and the split's result, which is emptied for these rows."""
     higher = tl.maximum(out_most, most)
     shrink = tl.where(ends, tl.exp2(out_most - higher), 1.0)
     weight = tl.where(ends, tl.exp2(most - higher), 0.0)
@@ -234,9 +234,8 @@ def fixed_shares(
 ) -> None:  # fmt: skip
     """Compute attention over some splits of sequences with few queries. Grid: (kv_heads, programs).
 
-    `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. A sequence is one
-    item; with KINDS = 2 it is two items, one for each length of splits. `partial` has ROWS rows for each
-    split of each item.
+    `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. A sequence is KINDS
+    items, one for each length of splits. `partial` has ROWS rows for each split of each item.
     """
     kv_head, num_items = tl.program_id(0), num_seqs * KINDS
     at, end, item, begin = _share(seqs, work, num_items, WINDOW, CHUNKED, SPLIT, MOST, KINDS)

@@ -36,7 +36,7 @@ class AttentionShape(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int = 1
-    """Maximum programs per multiprocessor at once, for `attend_shares`."""
+    """Maximum programs per multiprocessor at once, for split-KV decode."""
 
 
 class AttentionLayer(NamedTuple):

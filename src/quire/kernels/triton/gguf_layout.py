@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels.gguf_grid import GRID_KINDS, read_grid_blocks
 
 TILE = 4
-"""Number of rows whose values per unit are interleaved."""
+"""Number of rows with interleaved values per unit."""
 _MOST_WEIGHTS = 1 << 24
 """Maximum elements of a weight that are packed at a time."""
 _ALIGNMENT = 128
@@ -91,8 +91,8 @@ class Planes(NamedTuple):
     low: Tensor
     """[rows, units, words] int32; with one word per unit, [rows / TILE, units, TILE]"""
     high: Tensor
-    """[rows / TILE, units, TILE] int16; with 4 words per unit, [rows, `high_stride`] int16: the high bits of
-    the codes of half a word are a byte, or half a byte, whose upper half belongs to the next unit"""
+    """[rows / TILE, units, TILE] int16; with 4 words per unit, [rows, `high_stride`] int16: a byte has the
+    high bits of the codes of half a word; with one bit per code, its upper half is for the next unit"""
     subs: Tensor
     """[rows / TILE, units, TILE, 1 or 2] int8"""
     scales: Tensor

@@ -1,4 +1,4 @@
-"""LoRA for few rows per adapter: the outputs are computed before the GEMM, whose kernel adds them at its end.
+"""LoRA for few rows per adapter: outputs are computed before the GEMM, and its kernel adds them at the end.
 
 A program reads a part of A, or some outputs of B, of one adapter, for one row or a few. It loads this part
 before the previous kernel has ended, while the GEMM already reads its weight. Partial sums of x A^T are added

@@ -47,7 +47,7 @@ _FEWEST = 5
 _SMALL = 2**23
 """Maximum elements of a weight that counts as small: it can be read again from the L2 cache."""
 _GROUP = 8
-"""Stripes of rows of x whose tiles run at the same time, so that they share the L2 cache."""
+"""Stripes of rows of x with tiles that run at the same time, so that they share the L2 cache."""
 
 
 class RowsPlan(NamedTuple):

@@ -1,5 +1,6 @@
-"""Grammars of outputs with optional tool calls, in the formats of the tool parsers: free text, and calls with
-arguments that match the schemas of their tools."""
+"""Grammars of outputs with optional tool calls, in the formats of the tool parsers.
+
+An output is free text, and calls with arguments that match the schemas of their tools."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""MiniMax-M3's tool calls: a tag for each parameter, with nested tags for nested values. A mark precedes each
-tag."""
+"""Parser of MiniMax-M3's tool calls: a tag per parameter, nested like the value, each after a mark."""
 
 import json
 from collections.abc import Mapping

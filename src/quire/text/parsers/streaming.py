@@ -1,5 +1,4 @@
-"""The base of all parsers: a script, which is a generator, reads the text and yields when it needs more
-text."""
+"""The base of all parsers: a generator, the script, reads the text and yields when it needs more."""
 
 import re
 from collections.abc import Callable, Generator, Iterable

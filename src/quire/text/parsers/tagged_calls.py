@@ -1,5 +1,4 @@
-"""Parser of tool calls with a tag for each parameter. Values are text, and the tool's schema has their
-types."""
+"""Parser of tool calls with a tag per parameter, with value types from the tool's schema."""
 
 import html
 import json
