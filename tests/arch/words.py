@@ -12,13 +12,13 @@ FRAGMENT = re.compile(
 )
 """First words of a docstring that is no sentence. "Whether ..." describes a flag."""
 _IMPERATIVES = """
-    accept add admit advance align allocate allow answer append apply assert assign attach await
+    abort accept add admit advance align allocate allow answer append apply assert assign attach await
     begin bind block bring broadcast build bump cache call cancel capture cast change charge check
     choose clean clear clone close collect combine compare compile complete compute concatenate
     configure connect constrain construct convert copy count create cut deal decide declare decode
     decompress decrement define delete deliver dequantize derive describe detect determine disable
-    discard dispatch divide drain draw drop dump emit empty enable encode end enforce ensure enter
-    estimate evaluate evict examine execute exit expand expect export extend extract fail fetch fill
+    discard dispatch divide do drain draw drop dump emit empty enable encode end enforce ensure enter
+    estimate evaluate evict examine execute exit expand expect export extend extract fail feed fetch fill
     filter find finish fit flatten flush follow forget format forward free freeze fuse gather
     generate get give group guess handle hash hold hide hand ignore import include increase index
     infer initialize insert install interleave invert issue join keep kill launch lay leave let
@@ -46,7 +46,7 @@ VERB = re.compile(
     r"accept|accepts)\b"
 )
 PERSON = re.compile(
-    r"\b(who|whom|whose|nobody|somebody|anybody|everybody|whoever|someone|anyone|everyone)\b", re.IGNORECASE
+    r"\b(who|whom|nobody|somebody|anybody|everybody|whoever|someone|anyone|everyone)\b", re.IGNORECASE
 )
 _VAGUE = "given asked told found own each said has who which theirs ours mine those these it they"
 VAGUE = frozenset(_VAGUE.split())

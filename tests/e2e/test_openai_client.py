@@ -167,9 +167,9 @@ def test_invalid_requests_get_specific_errors(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="`nobody` does not exist"):
         client.chat.completions.create(model="nobody", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match=f"max_model_len={LONGEST}"):
-        client.completions.create(model="tiny", prompt="x", max_tokens=9000)
+        client.completions.create(model="tiny", prompt="x", max_tokens=LONGEST + 1)
     with pytest.raises(openai.BadRequestError, match=f"maximum context length is {LONGEST}"):
-        client.completions.create(model="tiny", prompt="x" * 9000)
+        client.completions.create(model="tiny", prompt="x" * (LONGEST + 100))
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="tiny", prompt="x", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="vocabulary"):

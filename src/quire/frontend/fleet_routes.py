@@ -10,7 +10,7 @@ from quire.frontend.router import NO_PREFIX, Prefix, Router
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """What the choice of a replica depends on for one request. Only the adapter is pickled."""
+    """Properties of a request by which its replica is chosen. Only the adapter is pickled."""
 
     request_id: str = ""
     prefix: Prefix = NO_PREFIX

@@ -235,8 +235,7 @@ def fixed_shares(
     """Compute attention over some splits of sequences with few queries. Grid: (kv_heads, programs).
 
     `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. A sequence is KINDS
-    items, one for each length of splits. `partial` has ROWS rows for each split of each item.
-    """
+    items, one for each length of splits. `partial` has ROWS rows for each split of each item."""
     kv_head, num_items = tl.program_id(0), num_seqs * KINDS
     at, end, item, begin = _share(seqs, work, num_items, WINDOW, CHUNKED, SPLIT, MOST, KINDS)
     follow(OVERLAP)
