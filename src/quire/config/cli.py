@@ -86,7 +86,8 @@ class JsonFlag(argparse.Action):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse with `_` for `-`, keys of JSON flags, `--config FILE`, help by topic, and one-line errors."""
+    """argparse with `_` allowed for `-`, keys of JSON flags, `--config FILE`, help by topic, one-line
+    errors."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)

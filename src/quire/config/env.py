@@ -197,7 +197,7 @@ def _parse_count(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A parser of one of several words, in either case."""
+    """A parser that accepts one of several words, in upper or lower case."""
 
     words: tuple[str, ...]
 

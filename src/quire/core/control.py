@@ -108,7 +108,7 @@ class Operator:
             core.reset_prefix_cache()
 
     def resume(self) -> None:
-        """Resume steps, and admit the requests that have arrived meanwhile."""
+        """Resume steps, and admit the requests that have arrived during the pause."""
         for request in self.core.pause_state.resume():
             self.core.add(request)
 

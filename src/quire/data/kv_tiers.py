@@ -38,7 +38,7 @@ class BlockStores(msgspec.Struct, omit_defaults=True):
     before the next step."""
 
     def part(self, places: Sequence[int]) -> "BlockStores":
-        """Return the entries at these places."""
+        """Return the entries at these indices, without `dropped` and `num_ahead`."""
         return BlockStores(
             ids=[self.ids[at] for at in places],
             keys=[self.keys[at] for at in places],

@@ -139,8 +139,8 @@ class StepPlan(msgspec.Struct):
     """Blocks to copy to lower tiers of the KV cache before anything else; None for no blocks."""
 
     saves: Ints = _NO_VALUES
-    """Checkpoints to take after computing, [3, n]: rows, the slots that their SSM states are copied to, and
-    the number of tokens of each row by then."""
+    """Checkpoints to take after computing, [3, checkpoints]: the rows, the slots that their SSM states are
+    copied to, and the number of computed tokens of each row."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each engine of the data-parallel group; empty if this engine steps alone. A plan
@@ -150,7 +150,7 @@ class StepPlan(msgspec.Struct):
     sampling_rows: Ints = _NONE
     """Rows that sample new tokens."""
     logit_rows: Ints = _NONE
-    """Row of each sample: one for each sampling row, and one more for each of its draft tokens."""
+    """Row of each sample: a sampling row has one sample, and one more for each of its draft tokens."""
     query_len: int = 0
     """Number of tokens per row if each row computes the same number and samples after each token; else 0."""
 

@@ -83,8 +83,8 @@ def shipped_templates() -> dict[str, Path]:
 def choose_template(
     model_template: str | dict[str, str] | None, requested: str | None = None, *, with_tools: bool = False
 ) -> str:
-    """Return the template of a request: the template that it names or contains, else one of the model's
-    templates."""
+    """Return the template of a request: the template that the request names or contains, else one of the
+    model's templates."""
     named = model_template if isinstance(model_template, dict) else {}
     if requested is not None:
         return named.get(requested, requested)

@@ -138,7 +138,7 @@ class Grammars:
             self._add(key, params, None)
 
     def _add(self, key: bytes, params: StructuredOutputsParams, lexers: Lexers | None) -> Lexer:
-        """Compile another lexer of a grammar and cache it."""
+        """Compile one more lexer of a grammar, or its first, and cache the lexer."""
         params = msgspec.structs.replace(params, **self._switches)
         grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()

@@ -123,7 +123,7 @@ class Lexers:
         return len(self._all)
 
     def new_matcher(self) -> Matcher | None:
-        """Return a matcher at the start of the grammar, or None if another lexer should be compiled."""
+        """Return a matcher at the start of the grammar, or None if one more lexer should be compiled."""
         self._all = [lexer for lexer in self._all if not lexer.is_spent]
         if not self._all:
             return None

@@ -24,7 +24,7 @@ class PythonMarks:
     """Marks before the calls; without marks, calls begin with a bracket."""
     closes: tuple[str, ...] = ()
     lines: bool = False
-    """Whether calls have no brackets, one per line."""
+    """Whether calls stand one per line, without brackets around them."""
 
 
 class Pythonic(ToolParser):
