@@ -1,5 +1,4 @@
-"""Data-parallel topology: the engine cores of this machine, and the cores that its API server processes
-use."""
+"""Data-parallel topology: the engine cores of this machine, and the cores that it serves."""
 
 from dataclasses import dataclass
 
@@ -14,8 +13,7 @@ class Topology:
     size: int
     local: range
     served: range
-    """Ranks that the API server processes of this machine connect to; empty for a machine without API server
-    processes."""
+    """Ranks that API server processes of this machine connect to; empty for a headless machine."""
     num_api: int
 
     @property

@@ -101,7 +101,7 @@ class KVEnv:
     nixl_side_channel_host: str = "localhost"
     """Address at which other engines read the prefixes that this engine has computed."""
     nixl_side_channel_port: int = 5600
-    """Port at that address; each data-parallel rank adds its number to the port."""
+    """Port at nixl_side_channel_host; each data-parallel rank adds its number to the port."""
     nixl_abort_request_timeout: float = 480.0
     """Seconds after which a prefix that no engine has read is dropped."""
 

@@ -273,8 +273,7 @@ class Operator:
         self.core.executor.call("profile", [start, prefix])
 
     def _wait_for_masks(self) -> Work:
-        """Wait until the grammar masks of the last plan are sent: workers expect them right after the
-        plan."""
+        """Wait until the last plan's grammar masks are sent: workers expect them right after the plan."""
         self.core.sample_tokens()
         while self.core.step_queue.is_unsampled:
             yield None

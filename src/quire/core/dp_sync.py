@@ -183,8 +183,7 @@ class Lockstep:
             )
 
     def _note_connections(self) -> None:
-        """Update the hub's open connections from ZMQ events. The thread of `_watch` reads the events
-        later."""
+        """Update the hub's open connections from ZMQ events, which `_watch` reads later."""
         for event, fd in events_of(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._open_fds.add(fd)

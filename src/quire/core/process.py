@@ -113,8 +113,7 @@ def run_core(config: EngineConfig, facts: CoreFacts, parent: Connection) -> None
 
 
 def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
-    """Assign this core its own GPUs if several cores share the machine. It must run before torch is
-    imported."""
+    """Assign GPUs to this core if several cores share the machine, before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if config.machine.device == "cuda" and facts.num_local > 1 and not shared:
         count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
@@ -257,8 +256,7 @@ class CoreServer:
             self.clients.owner.pop(request_id, None)
 
     def _beat(self) -> None:
-        """Send a heartbeat to all clients, also to those without requests. Clients that are behind are
-        skipped."""
+        """Send a heartbeat to all clients that are not behind, also to clients without requests."""
         now = self._clock()
         if now < self._next_beat:
             return

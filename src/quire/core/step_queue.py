@@ -50,8 +50,7 @@ class StepQueue:
         return self.lockstep is not None and self.lockstep.is_called
 
     def agreed(self, plan: StepPlan | None) -> StepPlan | None:
-        """Return the next step after synchronizing it with the other engines. The result must be
-        submitted."""
+        """Return the next step, synchronized with the other engines. The result must be submitted."""
         return plan if self.lockstep is None else self.lockstep.agreed(plan)
 
     def submit(self, plan: StepPlan) -> None:

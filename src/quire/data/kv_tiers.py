@@ -59,8 +59,7 @@ class BlockLoad(msgspec.Struct):
 
 
 class LoadDone(msgspec.Struct):
-    """Result of a `BlockLoad`, and times of the copies to lower tiers that have ended since the last
-    result."""
+    """Result of a `BlockLoad`, and times of the copies to lower tiers since the last result."""
 
     failed: list[int] = []
     """Indices of the entries that could not be read; their contents on the device are undefined."""

@@ -361,8 +361,7 @@ class EngineMetrics:
         return family
 
     def text(self) -> str:
-        """Return the metrics in Prometheus' text format, with the process metrics if this is the only
-        process."""
+        """Return the metrics in Prometheus' text format, with process metrics if `_is_only_process`."""
         return exposition(self, is_only_process=self._is_only_process)
 
     def snapshot(self) -> list["Metric"]:

@@ -98,8 +98,7 @@ class Pythonic(ToolParser):
         return None if value is None else f"{json.dumps(key, ensure_ascii=False)}: {value}"
 
     def _value(self) -> Wait[str | None]:
-        """Return the source of an expression, up to the comma or parenthesis that ends it; None if it is
-        incomplete."""
+        """Return the source of a value, up to the comma or parenthesis that ends it; None if incomplete."""
         parts: list[str] = []
         quote, depth = "", 0
         while char := (yield from self.peek()):
