@@ -130,7 +130,7 @@ class Env:
     """Size of the KV cache on a CPU in GiB."""
     cpu_kernels: str = "native"
     """Instruction set of the C kernels: `native` (all that the CPU supports), `avx512` (AVX-512 without
-    VNNI), `avx2`, `c` (plain C), or `torch` (no C kernels). An unsupported one is an error. For tests and for
+    VNNI), `avx2`, `c` (plain C), or `torch` (no C kernels). An unsupported set is an error. For tests and for
     tracing a fault; every path gives the same answers up to rounding, `native` is the fastest."""
     allow_long_max_model_len: bool = False
     """Allow a `max_model_len` beyond the maximum of the checkpoint."""
