@@ -108,7 +108,7 @@ def _unknown(name: str) -> str:
 
 
 def check_value(option: Option, value: Any) -> Any:
-    """Return `value` in the option's type, or raise if it is out of bounds."""
+    """Return `value` in the option's type; raise if its type is wrong or it is out of bounds."""
     name, kind, rule = option.name, option.kind, option.rule
     if rule.auto and value in ("auto", -1):
         return value

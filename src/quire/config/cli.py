@@ -168,8 +168,7 @@ class FlagParser(argparse.ArgumentParser):
         return tokens
 
     def _flag(self, name: str) -> str | None:
-        """Return the flag that `name` stands for: `name` itself, or the only flag that starts with it; or
-        None."""
+        """Return the flag `name`, or the only flag that starts with `name`; else None."""
         name = name.replace("_", "-")
         if name in self._option_string_actions:
             return name

@@ -74,7 +74,7 @@ def paths_of(cpu: Cpu) -> list[str]:
 
 
 def compiler_flags(path: str, cpu: Cpu) -> tuple[str, ...]:
-    """Return the compiler flags for the instructions of `path` and no others."""
+    """Return the compiler flags for the instructions of `path` and no other instructions."""
     assert path != "torch", "there is nothing to compile"
     check_cpu_kernels(path, cpu)
     if path == "c" and cpu.machine in _X86:

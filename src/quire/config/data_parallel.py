@@ -1,4 +1,4 @@
-"""Data-parallel topology: the engine cores on this machine, and those that its API processes connect to."""
+"""Data-parallel topology: the engine cores of this machine, and the cores that it serves."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Ranks of the engine cores that run here, and of those that this server connects to."""
+    """Data-parallel ranks of the engine cores that run on this machine, and of the cores that it serves."""
 
     size: int
     local: range
     served: range
-    """Ranks that the API processes here connect to; empty for a machine without API processes."""
+    """Ranks that API server processes of this machine connect to; empty for a headless machine."""
     num_api: int
 
     @property
@@ -56,7 +56,7 @@ def local_ranks(parallel: ParallelSection) -> range:
 
 def lay_out(parallel: ParallelSection, *, headless: bool, api_server_count: int | None) -> Topology:
     """Return a server's part of the topology. A server with a fixed rank, hybrid load balancing or a start
-    rank above 0 serves only its local ranks; another server with API processes serves all ranks."""
+    rank above 0 serves only its local ranks; another server with API server processes serves all ranks."""
     size, local = parallel.data_parallel_size, local_ranks(parallel)
     if headless:
         if api_server_count:

@@ -91,7 +91,7 @@ class EngineConfig:
     largest_items: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens of the largest possible item, by modality."""
     broken_plugins: tuple[str, ...] = ()
-    """Plugins that failed in the first process, which all others leave out."""
+    """Plugins that failed in the first process, which all other processes leave out."""
     ray_group: str = ""
     """Hex id of the Ray placement group for the ranks, with a first bundle for another actor; if empty, a new
     group is created."""

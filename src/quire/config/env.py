@@ -101,7 +101,7 @@ class KVEnv:
     nixl_side_channel_host: str = "localhost"
     """Address at which other engines read the prefixes that this engine has computed."""
     nixl_side_channel_port: int = 5600
-    """Port at that address; each data-parallel rank adds its number to the port."""
+    """Port at nixl_side_channel_host; each data-parallel rank adds its number to the port."""
     nixl_abort_request_timeout: float = 480.0
     """Seconds after which a prefix that no engine has read is dropped."""
 
@@ -130,7 +130,7 @@ class Env:
     """Size of the KV cache on a CPU in GiB."""
     cpu_kernels: str = "native"
     """Instruction set of the C kernels: `native` (all that the CPU supports), `avx512` (AVX-512 without
-    VNNI), `avx2`, `c` (plain C), or `torch` (no C kernels). An unsupported one is an error. For tests and for
+    VNNI), `avx2`, `c` (plain C), or `torch` (no C kernels). An unsupported set is an error. For tests and for
     tracing a fault; every path gives the same answers up to rounding, `native` is the fastest."""
     allow_long_max_model_len: bool = False
     """Allow a `max_model_len` beyond the maximum of the checkpoint."""
@@ -197,7 +197,7 @@ def _parse_count(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A parser of one of several words, in either case."""
+    """A parser that accepts one of several words, in upper or lower case."""
 
     words: tuple[str, ...]
 

@@ -73,8 +73,7 @@ def ep_size(parallel: ParallelSection) -> int:
 
 
 def steps_together(parallel: ParallelSection) -> bool:
-    """Return whether engines must run every step together, since each has experts for tokens of the
-    others."""
+    """Return whether engines share experts, so that they must run every step together."""
     return parallel.enable_expert_parallel and parallel.data_parallel_size > 1
 
 
@@ -84,8 +83,7 @@ def process_group_address(parallel: ParallelSection) -> str:
 
 
 def step_sync_address(parallel: ParallelSection) -> str:
-    """Return the address at which engines that step together synchronize their steps with the first
-    engine."""
+    """Return the address at which engines that step together synchronize their steps."""
     return f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port + 2}"
 
 

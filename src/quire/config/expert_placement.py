@@ -15,8 +15,7 @@ class Placement(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Return the largest number of slots of a device; a slot's global number is rank * num_slots +
-        slot."""
+        """Return the most slots of any device; a slot's global number is rank * num_slots + slot."""
         return max(map(len, self.by_rank))
 
     def replicas(self, num_experts: int) -> list[list[int]]:
@@ -119,8 +118,7 @@ def _keep_slots(after: Placement, before: Placement) -> Placement:
 
 
 def imbalance(placement: Placement, loads: Sequence[float]) -> float:
-    """Return the load of the busiest device divided by the mean load; replicas share an expert's load
-    equally."""
+    """Return the highest load of a device divided by the mean; replicas share a load equally."""
     counts = [len(places) for places in placement.replicas(len(loads))]
     by_rank = [sum(loads[expert] / counts[expert] for expert in experts) for experts in placement.by_rank]
     mean = sum(by_rank) / len(by_rank)

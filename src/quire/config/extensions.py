@@ -59,8 +59,7 @@ def _path_of(entry: Any) -> Any:
 def extension_section(
     values: Mapping[str, Any], pooling: object, speculation: object, logprobs_mode: str
 ) -> ExtensionSection:
-    """Build and check the section. `pooling` and `speculation` are None for an engine without that
-    feature."""
+    """Build and check the section. `pooling` and `speculation` are None if they are off."""
     section = ExtensionSection(**values)
     for path in section.logits_processors:
         if not _PATH.fullmatch(path):

@@ -27,7 +27,7 @@ _FIRST_KEY, _HEADS_KEY = "max_initial_timestamp_index", "alignment_heads"
 
 def suppressed_tokens(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
     """Return the tokens that a speech-to-text model must not generate: at any position, and at the first
-    position. Both are empty for other models."""
+    position. Both tuples are empty for other models."""
     media, vocab = config.checkpoint.facts.media, config.checkpoint.facts.vocab
     if media is None or not media.transcribes:
         return (), ()

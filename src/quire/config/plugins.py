@@ -33,7 +33,7 @@ _BUILT_IN = ("lora_filesystem_resolver", "lora_hf_hub_resolver")
 
 @functools.cache
 def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Load the installed plugins, once per process, and return the names of those that failed.
+    """Load the installed plugins, once per process, and return the names of the plugins that failed.
 
     A child process passes the failed plugins of its parent as `broken`: they are left out, and the other
     plugins are not reported again. `broken` is None in the first process."""
@@ -127,7 +127,7 @@ def _origin(entry: "EntryPoint") -> str:
 
 
 def _entries() -> "list[EntryPoint]":
-    """Return the entry points of all plugin groups, without those of vLLM itself."""
+    """Return the entry points of all plugin groups, without the entry points of vLLM itself."""
     from importlib.metadata import entry_points  # slow to import
 
     groups = (GROUP, VLLM_GROUP, PROCESSORS, *_NO_EFFECT)

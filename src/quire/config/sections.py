@@ -90,8 +90,8 @@ class ModelSection:
     gguf_file: str | None = None
     """The .gguf file to read from a model directory, hub id or URL that has several."""
     max_model_len: Annotated[int, FieldRule(at_least=1, human=True, auto=True)]
-    """Longest sequence, prompt and output together. Default: the checkpoint's maximum. `auto` or -1: as much
-    of that as fits in the KV cache."""
+    """Longest sequence in tokens, prompt and output together. Default: the checkpoint's maximum. `auto` or
+    -1: as much of the maximum as fits in the KV cache."""
     auto_fit: Annotated[bool, FieldRule(derived=True)] = False
     """Whether the worker may lower max_model_len until one sequence fits in the KV cache."""
     quantization: Annotated[str | None, FieldRule(short="-q")] = None
@@ -113,7 +113,7 @@ class ModelSection:
     """Compute the same bits for a request in any batch, at some cost in speed on a GPU. The C kernels of a
     CPU always do."""
     served_model_name: tuple[str, ...]
-    """Model names that the API accepts; the first is the one it reports. Default: the model argument."""
+    """Model names that the API accepts; it reports the first name. Default: the model argument."""
     hf_token: str | None = field(default=None, repr=False)
     """Token for private or gated models on the hub."""
     hf_config_path: str | None = None
@@ -121,14 +121,14 @@ class ModelSection:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """JSON of overrides of the checkpoint's config.json."""
     generation_config: str = "auto"
-    """Source of default sampling parameters: `auto` (the checkpoint), `quire` or `vllm` (neutral ones), or a
-    directory with a generation_config.json."""
+    """Source of default sampling parameters: `auto` (the checkpoint), `quire` or `vllm` (neutral values), or
+    a directory with a generation_config.json."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     """JSON of default sampling parameters, overriding the generation config."""
     structured_outputs_config: dict[str, Any] = field(default_factory=dict)
     """JSON of switches for all constrained outputs: disable_any_whitespace, disable_additional_properties."""
     chat_template: str | None = None
-    """Chat template: a file, the template itself, or the name of one in docs/tools.md. Default: the
+    """Chat template: a file, the template itself, or the name of a template in docs/tools.md. Default: the
     tokenizer's."""
 
 
@@ -146,7 +146,7 @@ class LoadSection:
     """Show progress while downloading and loading."""
     cpu_offload_gb: Annotated[float, FieldRule(at_least=0)] = 0
     """GiB of weights per GPU that are kept in host memory, for models that do not fit: whole layers, which
-    every step copies to the GPU. A CPU has all weights in host memory and ignores it."""
+    every step copies to the GPU. Ignored on a CPU, where all weights are in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +277,7 @@ class ParallelSection:
     data_parallel_address: Annotated[str, FieldRule(short="-dpa")] = "127.0.0.1"
     """Address of the machine with the API processes that all copies connect to."""
     data_parallel_rpc_port: Annotated[int, FieldRule(at_least=1, at_most=65535, short="-dpp")] = 29550
-    """Port on it where copies on other machines register."""
+    """Port on data_parallel_address where copies on other machines register."""
     data_parallel_backend: Annotated[Literal["mp", "ray"], FieldRule(short="-dpb")] = "mp"
     """How copies are started."""
     data_parallel_hybrid_lb: Annotated[bool, FieldRule(short="-dph")] = False
@@ -285,8 +285,8 @@ class ParallelSection:
     data_parallel_external_lb: Annotated[bool, FieldRule(short="-dpe")] = False
     """Every copy has its own API processes."""
     data_parallel_routing: Literal["affinity", "load", "round_robin"] = "affinity"
-    """The copy that a request goes to: the one that has its prefix unless it is busier than the others, the
-    least busy, or each in turn."""
+    """The copy that a request goes to: the copy that has its prefix unless this copy is busier than the
+    others, the least busy copy, or each copy in turn."""
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] = "uni"
     """How workers are started: in the engine's process (uni), one process each (mp), or by ray. Default: uni
     for one worker, mp for more."""
@@ -298,7 +298,7 @@ class ParallelSection:
     all2all_backend: str = "allgather_reducescatter"
     """How tokens reach the experts on other devices, and how the results come back."""
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
-    """Experts of a device: consecutive ones, or every n-th."""
+    """Experts of a device: consecutive experts, or every n-th expert."""
     enable_eplb: bool = False
     """Move experts between devices as their load changes."""
     eplb_config: dict[str, Any] = field(default_factory=dict)
@@ -306,7 +306,7 @@ class ParallelSection:
     nnodes: Annotated[int, FieldRule(at_least=1, short="-n")] = 1
     """Number of machines that the workers of an engine run on."""
     node_rank: Annotated[int, FieldRule(at_least=0, short="-r")] = 0
-    """Rank of this machine among them."""
+    """Rank of this machine among the nnodes machines."""
     master_addr: str = "127.0.0.1"
     """Address of the first machine."""
     master_port: Annotated[int, FieldRule(at_least=0, at_most=65535)] = 29501
@@ -316,7 +316,7 @@ class ParallelSection:
     disable_custom_all_reduce: bool = False
     """Use only NCCL for all-reduce between GPUs."""
     distributed_timeout_seconds: Annotated[int, FieldRule(at_least=1)] = 600
-    """How long workers wait for each other before they fail."""
+    """Seconds that workers wait for each other before they fail."""
     cpu_threads: Annotated[int, FieldRule(at_least=1)]
     """Compute threads on a CPU. Default: one for each core that this process may use, shared by the ranks on
     this machine."""
@@ -377,8 +377,8 @@ class MultimodalSection:
     mm_processor_cache_gb: Annotated[float, FieldRule(at_least=0)] = 4.0
     """GiB of processed items that are cached for later requests; 0: none."""
     mm_processor_cache_type: Literal["lru", "shm"] = "lru"
-    """Location of that cache: in processes, or in `shm`, memory that all workers of an engine share; `shm`
-    needs one API process for the engine."""
+    """Location of the cache of processed items: in processes, or in `shm`, memory that all workers of an
+    engine share; `shm` needs one API process for the engine."""
     mm_shm_cache_max_object_size_mb: Annotated[int, FieldRule(at_least=1)] = 128
     """Largest item that is cached with `shm`, in MiB."""
     mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = "blake3"
@@ -400,7 +400,7 @@ class MultimodalSection:
     allowed_local_media_path: str = ""
     """Directory from which requests may read media by `file:` urls. Default: none."""
     allowed_media_domains: tuple[str, ...] = ()
-    """Hosts from which media may be fetched. Default: any public one."""
+    """Hosts from which media may be fetched. Default: any public host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ class HttpSection:
     host: str | None = None
     """Address to listen on. Default: every interface."""
     port: Annotated[int, FieldRule(at_least=0, at_most=65535)] = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 takes a free port."""
     uds: str | None = None
     """Path of a Unix socket to listen on, in place of host and port."""
     root_path: str = ""
@@ -33,7 +33,7 @@ class HttpSection:
     ssl_ciphers: str | None = None
     """Allowed TLS ciphers, in OpenSSL's notation."""
     max_request_body_bytes: Annotated[int, FieldRule(at_least=1, human=True)] = 64 << 20
-    """Maximum size of a request body; a larger one is answered with 413."""
+    """Maximum bytes of a request body; a larger body is answered with 413."""
     h11_max_incomplete_event_size: Annotated[int, FieldRule(at_least=1, human=True)] = 64 << 10
     """Maximum bytes of the request line and headers; more are answered with 431."""
     h11_max_header_count: Annotated[int, FieldRule(at_least=1)] = 128
@@ -44,7 +44,7 @@ class HttpSection:
     request_body_timeout: Annotated[float, FieldRule(above=0)] = 30.0
     """Maximum seconds between two chunks of a request body."""
     max_connections: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Maximum open connections of each API process; further ones are answered with 503. Default: seven
+    """Maximum open connections of each API process; more are answered with 503. Default: seven
     eighths of the open-file limit of the process, at most 65536."""
     max_connections_per_address: Annotated[int | None, FieldRule(at_least=1)] = None
     """Maximum connections from one IPv4 address or IPv6 /64 network. Default: three quarters of
@@ -96,13 +96,13 @@ class ApiSection:
     enable_auto_tool_choice: bool | None = None
     """Let the model choose whether to call a tool. Default: if there is a tool call parser."""
     tool_call_parser: str = ""
-    """Parser of the model's tool calls: a name from docs/tools.md, or one that the plugin registers. Default:
-    the one that fits the chat template."""
+    """Parser of the model's tool calls: a name from docs/tools.md, or a name that the plugin registers.
+    Default: the parser that fits the chat template."""
     tool_parser_plugin: str = ""
     """Python file that registers tool parsers."""
     reasoning_parser: str = ""
     """Parser that separates the model's reasoning from the answer; `identity` leaves it in the answer.
-    Default: the one that fits the chat template."""
+    Default: the parser that fits the chat template."""
     reasoning_parser_plugin: str = ""
     """Python file that registers reasoning parsers."""
     return_tokens_as_token_ids: bool = False
@@ -155,7 +155,7 @@ class AdapterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
-    """Several models in one server: their file, their memory, and sleep of idle ones."""
+    """Several models in one server: their file, their memory, and the sleep of idle models."""
 
     models_config: str | None = None
     """YAML file with a list of models to serve and the flags of each (docs/models_config.md)."""

@@ -35,7 +35,7 @@ class SpecFacts:
     """Resolved settings of speculative decoding."""
 
     method: str
-    """Drafting method: one of METHODS."""
+    """Drafting method, one of METHODS."""
     num_speculative_tokens: Annotated[int, FieldRule(at_least=1)]
     """Most draft tokens of a request in a step."""
     model: str | None = None

@@ -166,7 +166,7 @@ def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
 
 
 def _why_no_prefixes(config: EngineConfig) -> str:
-    """Return the reason to log if prefix caching is off; it is returned even if prefix caching is on."""
+    """Return the reason to report for cache misses if prefix caching is off; else the result is not used."""
     pooling, facts = config.pooling, config.checkpoint.facts
     if facts.encoder is not None:
         return "the model is an encoder"

@@ -144,7 +144,7 @@ class Clients:
         return True
 
     def _overflow(self, client: bytes, queue: Queue) -> None:
-        """Replace a full queue by one message: all requests of the client ended with an error."""
+        """Replace a full queue by one message, which ends all requests of the client with an error."""
         owned = self._owned(client)
         log.error(
             "An API process does not read: %d messages (%d bytes) are queued. Its %d requests are aborted",

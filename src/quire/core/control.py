@@ -108,7 +108,7 @@ class Operator:
             core.reset_prefix_cache()
 
     def resume(self) -> None:
-        """Resume steps, and admit the requests that have arrived meanwhile."""
+        """Resume steps, and admit the requests that have arrived during the pause."""
         for request in self.core.pause_state.resume():
             self.core.add(request)
 
@@ -273,8 +273,7 @@ class Operator:
         self.core.executor.call("profile", [start, prefix])
 
     def _wait_for_masks(self) -> Work:
-        """Wait until the grammar masks of the last plan are sent: workers expect them right after the
-        plan."""
+        """Wait until the last plan's grammar masks are sent: workers expect them right after the plan."""
         self.core.sample_tokens()
         while self.core.step_queue.is_unsampled:
             yield None

@@ -34,7 +34,7 @@ BEAT_MS, SILENCE_MS = 5_000, 30_000
 """Milliseconds between heartbeats, and without a heartbeat until a machine counts as lost. The end of a
 process is noticed at once."""
 MAX_BYTES = 64 << 10
-"""Size limit of a message; ZMQ closes connections that send a larger one."""
+"""Size limit of a message in bytes; ZMQ closes connections that send a larger message."""
 MET, GOODBYE = b"met", b"bye"
 _MONITORED = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURES | MISMATCHES
@@ -183,8 +183,7 @@ class Lockstep:
             )
 
     def _note_connections(self) -> None:
-        """Update the hub's open connections from ZMQ events. The thread of `_watch` reads the events
-        later."""
+        """Update the hub's open connections from ZMQ events, which `_watch` reads later."""
         for event, fd in events_of(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._open_fds.add(fd)
@@ -192,7 +191,7 @@ class Lockstep:
                 self._open_fds.discard(fd)
 
     def _admit(self, frames: "list[zmq.Frame]") -> None:
-        """Admit a peer to the hub if its Hello is that of an expected engine."""
+        """Admit a peer to the hub if its Hello has the token and the rank of an expected engine."""
         identity = frames[0].bytes
         try:
             hello = _hello(frames[-1].bytes)

@@ -157,7 +157,7 @@ class EventPublisher:
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Whether the publisher binds an endpoint, as vLLM does; else it connects to a proxy there."""
+    """Whether the publisher binds the endpoint, as in vLLM; else it connects to a proxy at the endpoint."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 

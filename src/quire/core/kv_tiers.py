@@ -38,8 +38,7 @@ class ExecutorCopies:
 
 
 def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTiers:
-    """Open the tiers on all workers. A tier contains an entry only if every worker has its part of the
-    entry."""
+    """Open the tiers on all workers. An entry is in a tier only if every worker has its part."""
     cache = config.cache
     page_bytes, state_bytes = map(sum, zip(*executor.call("describe_tiers"), strict=True))
     pages = EntryTiers(kv.pool, page_bytes) if kv.has_pages else None
@@ -85,8 +84,7 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
 
 
 def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> float:
-    """Return the default size in GiB of the tier in host memory; 0 if one entry of each kind would not
-    fit."""
+    """Return the default size of the host tier in GiB; 0 if one entry of each kind would not fit."""
     parallel = config.parallel
     num_engines = parallel.data_parallel_size_local or parallel.data_parallel_size
     num_bytes = default_host_bytes(

@@ -25,14 +25,14 @@ from quire.system.kv_channel import KnownEngine, open_memory, token_host, zmq_ad
 log = get_logger(__name__)
 
 MAX_BYTES = 1 << 20
-"""Size limit of a message from another engine; ZMQ closes connections that send a larger one."""
+"""Size limit in bytes of a message from another engine; ZMQ closes connections that send a larger message."""
 _LAST_PORT = 65535
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ReadEntries).decode
 
 
 class OfferServer:
-    """Answers the reads of other engines, one after the other. Steps go on meanwhile."""
+    """Answers reads of other engines, one at a time, in a thread, so that steps continue."""
 
     def __init__(self, layout: dict[str, str], token: str, *, host: str, port: int) -> None:
         """Open the port; 0 stands for any free port."""

@@ -31,7 +31,7 @@ class PauseState:
         self.is_open, self.drains = False, mode == "wait"
 
     def resume(self) -> list[Request]:
-        """Plan steps again; return the requests that have arrived meanwhile, in order."""
+        """Plan steps again; return the requests that have arrived during the pause, in order."""
         if self.asleep:
             raise RequestError(f"{' and '.join(sorted(self.asleep))} are asleep: call wake_up first")
         self.level, self.is_open, self.drains = 0, True, False

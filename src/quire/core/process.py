@@ -72,8 +72,8 @@ def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
 
 
 def run_core(config: EngineConfig, facts: CoreFacts, parent: Connection) -> None:
-    """Run the core process of `config.parallel.data_parallel_rank`. Send `parent` None when it is ready, or
-    the reason why it cannot start."""
+    """Run the core process of `config.parallel.data_parallel_rank`. When the core is ready, None is sent to
+    `parent`; if it cannot start, the reason is sent."""
     rank, size = config.parallel.data_parallel_rank or 0, config.parallel.data_parallel_size
     adopt(core_name(rank, size))
     began_at = time.monotonic()
@@ -113,8 +113,7 @@ def run_core(config: EngineConfig, facts: CoreFacts, parent: Connection) -> None
 
 
 def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
-    """Assign this core its own GPUs if several cores share the machine. It must run before torch is
-    imported."""
+    """Assign GPUs to this core if several cores share the machine, before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if config.machine.device == "cuda" and facts.num_local > 1 and not shared:
         count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
@@ -139,7 +138,7 @@ class CoreServer:
         token: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Cache up to `kept_bytes` of media for the API process."""
+        """Cache up to `kept_bytes` of media for the API server process."""
         self.core = core
         self._clock = clock
         self.ready = ready
@@ -148,7 +147,7 @@ class CoreServer:
         self.clients = Clients(address, self._abort, token=token)
         self._step_s = 0.0
         self._is_stuck = False
-        """Whether there is work, but none of it can be planned."""
+        """Whether there is work, but no step of it can be planned."""
         self._progress_at = self._clock()
         """Last time at which a step finished, or at which there was no work to do."""
         self._next_beat = 0.0
@@ -216,7 +215,7 @@ class CoreServer:
 
     def _add(self, client: bytes, request: Request) -> None:
         """Add a request, which may have begun in a core with a longer context. A request with an id in use
-        replaces the old one: its API process sent it again after a lost connection."""
+        replaces the old request: the API server process sent it again after a lost connection."""
         if request.id in self.clients.owner:
             self._abort([request.id])
         self.clients.owner[request.id] = client
@@ -257,8 +256,7 @@ class CoreServer:
             self.clients.owner.pop(request_id, None)
 
     def _beat(self) -> None:
-        """Send a heartbeat to all clients, also to those without requests. Clients that are behind are
-        skipped."""
+        """Send a heartbeat to all clients that are not behind, also to clients without requests."""
         now = self._clock()
         if now < self._next_beat:
             return

@@ -1,4 +1,4 @@
-"""Control calls of API processes to a core; each is answered when it is done."""
+"""Control calls of API server processes to a core; each call is answered when it is done."""
 
 import threading
 from collections.abc import Callable, Generator
@@ -74,7 +74,7 @@ class CoreRpc:
         self.turn()
 
     def turn(self) -> None:
-        """Continue all calls, and answer those that are done."""
+        """Continue all open calls, and answer the calls that are done."""
         for entry in list(self._open_calls):
             client, number, work = entry
             try:

@@ -94,7 +94,7 @@ class StatsLog:
             self._lookups.append((stats.prefix_hits, stats.prefix_queries))
 
     def tick(self, now: StepStats) -> None:
-        """Log a line if it is time; `now` has the current gauges."""
+        """Log a line if `interval_s` seconds have passed since the last; `now` has the current gauges."""
         tally = self._interval
         if tally.age_s < self.interval_s:
             return

@@ -22,7 +22,7 @@ class StepQueue:
         self.executor = executor
         self.depth = depth
         self.lockstep = lockstep
-        """Synchronization with the engines that share experts; None if there are none."""
+        """Synchronization with the engines that share experts; None for an engine that steps alone."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
         self._orphaned: list[StepPlan] = []
         """Plans of dropped steps. The device may still read their memory until a later step is done."""
@@ -50,7 +50,7 @@ class StepQueue:
         return self.lockstep is not None and self.lockstep.is_called
 
     def agreed(self, plan: StepPlan | None) -> StepPlan | None:
-        """Synchronize the next step with the other engines; the result must be submitted."""
+        """Return the next step, synchronized with the other engines. The result must be submitted."""
         return plan if self.lockstep is None else self.lockstep.agreed(plan)
 
     def submit(self, plan: StepPlan) -> None:

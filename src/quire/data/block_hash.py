@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 DIGEST_BYTES = 32
 PLACE = struct.Struct("<iI")
-"""A media item in a block: the start of the block relative to the item in tokens, and the bytes of its
-key."""
+"""A media item in a block: start of the block relative to the item, and number of bytes of the item's key."""
 
 ExtraKey = str | bytes | tuple[str, int]
 """An input of a block's hash besides its tokens: the name of the LoRA adapter or the cache salt (text), bytes
@@ -27,14 +26,12 @@ def root_hash(lora_digest: bytes | None = None, salt: str | None = None) -> byte
 
 
 def block_hash(parent: bytes, content: bytes) -> bytes:
-    """Return the hash of a block from the hash of the block before it, and `content`: its tokens and extra
-    keys."""
+    """Return the hash of a block; `parent` is the hash of the block before, `content` its own hash input."""
     return hashlib.sha256(parent + content).digest()
 
 
 def block_content(tokens: Sequence[int], extra_keys: Sequence[ExtraKey] | None = None) -> bytes:
-    """Return the hash input of a block. Texts among the extra keys are left out: they are in the root
-    hash."""
+    """Return the hash input of a block, without texts among the extra keys: the root hash has these."""
     content = struct.pack(f"<{len(tokens)}i", *tokens)
     for key in extra_keys or ():
         if isinstance(key, bytes):

@@ -22,6 +22,5 @@ class CacheHints(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def session(self) -> str | None:
-        """Return a session name that is unique over all scopes, for routing to the same engine core, or
-        None."""
+        """Return a session name that is unique over all scopes, or None without a name."""
         return f"{len(self.scope)} {self.scope}{self.name}" if self.name else None

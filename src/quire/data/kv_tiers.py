@@ -38,7 +38,7 @@ class BlockStores(msgspec.Struct, omit_defaults=True):
     before the next step."""
 
     def part(self, places: Sequence[int]) -> "BlockStores":
-        """Return the entries at these places."""
+        """Return the entries at these indices, without `dropped` and `num_ahead`."""
         return BlockStores(
             ids=[self.ids[at] for at in places],
             keys=[self.keys[at] for at in places],
@@ -59,8 +59,7 @@ class BlockLoad(msgspec.Struct):
 
 
 class LoadDone(msgspec.Struct):
-    """Result of a `BlockLoad`, and times of the copies to lower tiers that have ended since the last
-    result."""
+    """Result of a `BlockLoad`, and times of the copies to lower tiers since the last result."""
 
     failed: list[int] = []
     """Indices of the entries that could not be read; their contents on the device are undefined."""

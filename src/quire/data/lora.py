@@ -19,8 +19,7 @@ class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
     """Whether to reload an adapter of this name, because its files changed."""
     is_3d_lora_weight: bool = False
     within: tuple[str, ...] = ()
-    """Directories that must contain the adapter's files whenever the files are opened; empty: any
-    directory."""
+    """Directories that must contain the adapter's files whenever they are opened; empty: any."""
 
     def __post_init__(self) -> None:
         if self.lora_int_id < 1:

@@ -35,8 +35,7 @@ class Lru(Generic[V]):
             return entry[0]
 
     def put(self, key: bytes, value: V, num_bytes: int) -> bool:
-        """Store a value and evict others if needed; return False if the value is larger than the whole
-        cache."""
+        """Store a value; return False if the value is larger than the whole cache."""
         if num_bytes > self.max_bytes:
             return False
         with self._lock:

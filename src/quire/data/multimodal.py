@@ -75,8 +75,7 @@ class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     length: int
     """Number of tokens of the item's span; 0 if all tokens cross-attend to the item instead."""
     runs: list[tuple[int, int]] = []
-    """Runs of tokens of the span that have encoder vectors: start in the span, and length. Empty: all
-    tokens."""
+    """Runs of tokens with encoder vectors: start in the span, and length. Empty: all tokens."""
     arrays: Arrays | None = None
     """Inputs of the encoder. None if the receiver has the inputs cached by key, or they are `stored`."""
     stored: StoredArrays | None = None

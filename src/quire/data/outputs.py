@@ -99,8 +99,7 @@ PromptLogprobs = list[LogprobsOnePosition | None] | FlatLogprobs
 
 @dataclass
 class RequestStateStats:
-    """Times in seconds and counts of a request. `arrival_time` is wall time, the `_ts` fields are
-    monotonic."""
+    """Times (seconds) and counts of a request. `arrival_time` is wall time, `_ts` fields are monotonic."""
 
     num_generation_tokens: int = 0
     arrival_time: float = 0.0
@@ -204,8 +203,7 @@ class RequestOutput:
         ec_transfer_params: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        """Set the fields; unknown keywords are ignored with a warning, for code written for a later
-        version."""
+        """Set the fields; ignore unknown keywords of later versions with a warning."""
         if unknown:
             warn_once(logger, f"RequestOutput: ignoring unknown arguments {', '.join(sorted(unknown))}")
         self.request_id = request_id

@@ -22,8 +22,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_STOP_TOKEN_IDS = 4096
 MAX_PATTERN_SIZE = 256
-"""Largest `repetition_detection.max_pattern_size`: each new token is compared with as many tokens before
-it."""
+"""Largest `repetition_detection.max_pattern_size`: a new token is compared with as many tokens before it."""
 MAX_SALT_CHARS = 256
 """Maximum length of a `cache_salt` in characters: every sequence of a call has a copy."""
 REPORT_MODE = "kv_cache_report_mode"
@@ -185,8 +184,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Texts that must not be generated; a list after construction."""
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
-    """Whether to skip the prefix cache. None: only with prompt_logprobs, which need every position
-    computed."""
+    """Whether to skip the prefix cache. None: only for prompt_logprobs, which need all positions computed."""
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int = 0

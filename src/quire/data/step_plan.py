@@ -68,8 +68,7 @@ class Admission(msgspec.Struct):
     num_computed: int
     """Number of `token_ids` that are in the prefix cache."""
     block_ids: list[list[int]]
-    """Block ids by group of layers, equally many in each group; 0: no block, because no token attends to
-    it."""
+    """Block ids by group of layers, equally many in each; 0: no block, because no token attends to it."""
     params: SamplingParams
     seed: int
     """Random seed of the request; every sample is a function of (seed, position)."""
@@ -132,15 +131,14 @@ class StepPlan(msgspec.Struct):
     forgotten: list[bytes] = []
     """Keys of media items to remove from the encoder cache, before items are encoded."""
     encodes: list[MediaItem] = []
-    """Media items to encode first; their vectors stay in the encoder cache until the items are
-    `forgotten`."""
+    """Media items to encode first; their vectors stay in the encoder cache until they are `forgotten`."""
 
     stores: BlockStores | None = None
     """Blocks to copy to lower tiers of the KV cache before anything else; None for no blocks."""
 
     saves: Ints = _NO_VALUES
-    """Checkpoints to take after computing, [3, n]: rows, the slots that their SSM states are copied to, and
-    the number of tokens of each row by then."""
+    """Checkpoints to take after computing, [3, checkpoints]: the rows, the slots that their SSM states are
+    copied to, and the number of computed tokens of each row."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each engine of the data-parallel group; empty if this engine steps alone. A plan
@@ -150,7 +148,7 @@ class StepPlan(msgspec.Struct):
     sampling_rows: Ints = _NONE
     """Rows that sample new tokens."""
     logit_rows: Ints = _NONE
-    """Row of each sample: one for each sampling row, and one more for each of its draft tokens."""
+    """Row of each sample: a sampling row has one sample, and one more for each of its draft tokens."""
     query_len: int = 0
     """Number of tokens per row if each row computes the same number and samples after each token; else 0."""
 
@@ -197,8 +195,7 @@ class StepResult(msgspec.Struct):
     token_ids: Ints
     """New tokens of the sampling rows, in the plan's order; empty for a pooling model."""
     counts: Ints = _NONE
-    """Number of new tokens of each sampling row: the accepted draft tokens and one more. Empty: one per
-    row."""
+    """New tokens of each sampling row: the accepted draft tokens and one more. Empty: one per row."""
     logprobs: dict[int, list[RowLogprobs]] = {}
     """Logprobs of the new tokens, by row, for requests with logprobs."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
@@ -242,8 +239,7 @@ class FinishReason(msgspec.Struct):
     keeps_last: bool = False
     """Whether a stopped sequence keeps its last token: the grammar was complete, without a stop token."""
     kv_transfer: dict[str, Any] | None = None
-    """The `kv_transfer_params` to return to the client, if the sequence's prefix is kept for another
-    engine."""
+    """The `kv_transfer_params` for the client, if the sequence's prefix is kept for another engine."""
 
 
 class FirstRun(msgspec.Struct):
@@ -276,8 +272,7 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     logprobs: dict[str, list[RowLogprobs]] = {}
     """Logprobs of the new tokens."""
     drafted: dict[str, int] = {}
-    """Number of draft tokens by request. All new tokens of the request but the last are accepted draft
-    tokens."""
+    """Number of draft tokens by request. All new tokens but the last are accepted draft tokens."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
     aligned: dict[str, list[int]] = {}
     sampling_masks: dict[str, list[list[int]]] = {}

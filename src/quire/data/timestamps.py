@@ -11,8 +11,7 @@ class TimestampTokens(msgspec.Struct, frozen=True):
     end: int
     """Token id of eos; text tokens have smaller ids."""
     max_first: int | None = None
-    """Largest first timestamp, as a number of timestamp tokens after the token of 0 seconds; None: no
-    limit."""
+    """Largest first timestamp, in timestamp tokens after the token of 0 seconds; None: no limit."""
 
 
 class AlignmentHeads(msgspec.Struct, frozen=True):

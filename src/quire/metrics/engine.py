@@ -190,7 +190,7 @@ class MetricsPages:
             self._record("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
 
     def count_resumed(self) -> None:
-        """Count a request that continues on another engine core after a crash."""
+        """Count a request that continues on another or a restarted engine core after a crash."""
         self._add("request_resumed", 1)
 
     def observe_media(self, queries: int, hits: int) -> None:
@@ -361,8 +361,7 @@ class EngineMetrics:
         return family
 
     def text(self) -> str:
-        """Return the metrics in Prometheus' text format, with the process metrics if this is the only
-        process."""
+        """Return the metrics in Prometheus' text format, with process metrics if `_is_only_process`."""
         return exposition(self, is_only_process=self._is_only_process)
 
     def snapshot(self) -> list["Metric"]:

@@ -83,8 +83,8 @@ def shipped_templates() -> dict[str, Path]:
 def choose_template(
     model_template: str | dict[str, str] | None, requested: str | None = None, *, with_tools: bool = False
 ) -> str:
-    """Return the template of a request: the template that it names or contains, else one of the model's
-    templates."""
+    """Return the template of a request: the template that the request names or contains, else one of the
+    model's templates."""
     named = model_template if isinstance(model_template, dict) else {}
     if requested is not None:
         return named.get(requested, requested)
@@ -107,11 +107,9 @@ class MediaMarkers:
     """Placeholder texts of media, for templates that take only strings."""
 
     text: Callable[[str, int], str]
-    """Function that returns the placeholder for a modality and the item's number, from 1, within the
-    modality."""
+    """Function of the modality and the item's number, from 1, that returns the placeholder."""
     interleaved: bool = False
-    """Whether placeholders keep their positions among the texts of a message; else placeholders come
-    first."""
+    """Whether placeholders keep their positions among the texts; else they precede all texts."""
     counts: Counter[str] = field(default_factory=Counter)
     """Number of items so far, by modality."""
 
@@ -330,8 +328,7 @@ def _environment() -> "Environment":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The block `{% generation %}`, which marks the model's output for training. Only its body is
-        rendered."""
+        """Renders the body of `{% generation %}`, which marks the model's output for training."""
 
         tags = {"generation"}
 

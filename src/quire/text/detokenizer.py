@@ -49,8 +49,7 @@ class Detokenizer:
         return text + self._stream.flush() if final else text
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str | None:
-        """Append tokens and return the stop string that was found, or None. `final` flushes a partial
-        character."""
+        """Append tokens; return the stop string, if one was found. `final` flushes a partial character."""
         if self.stopped_by is not None:
             return self.stopped_by
         # Token by token only with stop strings, to find the token that completed a stop string.

@@ -86,8 +86,7 @@ class _WrappedVocabulary:
         self._encode_cached = lru_cache(MAX_CACHED_TEXTS)(vocabulary.encode)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenize a text that a grammar forces. Such texts are few and are repeated, so short texts are
-        cached."""
+        """Tokenize a text that a grammar forces. Such texts are few and repeated: short ones are cached."""
         if isinstance(text, bytes):
             raise TypeError("this tokenizer takes strings, not bytes")
         return self._encode_cached(text) if len(text) <= MAX_CACHED_CHARS else self._encode(text)
@@ -138,7 +137,7 @@ class Grammars:
             self._add(key, params, None)
 
     def _add(self, key: bytes, params: StructuredOutputsParams, lexers: Lexers | None) -> Lexer:
-        """Compile another lexer of a grammar and cache it."""
+        """Compile one more lexer of a grammar, or its first, and cache the lexer."""
         params = msgspec.structs.replace(params, **self._switches)
         grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()
@@ -180,8 +179,7 @@ class Grammars:
             self._is_slow = self.fills_in_thread and time.perf_counter() - started > SLOW_FILL_S
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
-        """Advance each matcher by its next token, and return the verdicts, as `Matcher.advance` does for one
-        sequence."""
+        """Advance each matcher by its next token, and return the verdicts, as `Matcher.advance` does."""
         if len(steps) < MIN_PARALLEL:
             return [matcher.advance(token_id) for matcher, token_id in steps]
         for matcher, _ in steps:
@@ -238,8 +236,7 @@ def _refusal(reason: str) -> RequestError:
 
 
 def digest_of(params: StructuredOutputsParams) -> bytes:
-    """Return a digest of the params, for the cache. Raise a RequestError if their texts are not valid
-    Unicode."""
+    """Return a digest of the params. Raise a RequestError if their texts are not valid Unicode."""
     encoded = _with_request_errors(params, lambda: msgspec.msgpack.encode(with_json_text(params)))
     return hashlib.sha256(encoded).digest()
 

@@ -41,8 +41,7 @@ _ENDS: dict[str, Verdict] = {
 }
 """Verdicts by the stop reason of a matcher; any other reason is an error."""
 _DOES_NOT_FIT = "doesn't satisfy the grammar"
-"""Text of the library's error for a token that does not fit. Other errors of the library are about its
-limits."""
+"""Text of the library's error for a token that does not fit; its other errors are about limits."""
 
 
 class Matcher:
@@ -54,8 +53,7 @@ class Matcher:
         lexer.users.add(self)
 
     def advance(self, token_id: int) -> Verdict:
-        """Consume the next token of the sequence, and return the verdict: whether and how the sequence
-        ends."""
+        """Consume the next token of the sequence, and return whether and how the sequence ends."""
         self.lexer.num_tokens += 1
         return self.verdict(self.inner.consume_token(token_id))
 
@@ -67,8 +65,7 @@ class Matcher:
         return self._failure() if verdict is None else verdict
 
     def _failure(self) -> Verdict:
-        """Return the verdict of a failure: `error` for a token that does not fit, `limit` for a limit of the
-        library."""
+        """Return `error` for a token that does not fit, `limit` for a limit of the library."""
         self.lexer.is_spent = True
         reason = self.inner.get_error()
         if _DOES_NOT_FIT in reason:
@@ -111,8 +108,7 @@ class Lexer:
 
 
 class Lexers:
-    """The lexers of one grammar: one lexer per concurrent sequence, unless lexers take too long to
-    compile."""
+    """The lexers of one grammar: one per concurrent sequence, unless they take too long to compile."""
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
@@ -123,7 +119,7 @@ class Lexers:
         return len(self._all)
 
     def new_matcher(self) -> Matcher | None:
-        """Return a matcher at the start of the grammar, or None if another lexer should be compiled."""
+        """Return a matcher at the start of the grammar, or None if one more lexer should be compiled."""
         self._all = [lexer for lexer in self._all if not lexer.is_spent]
         if not self._all:
             return None

@@ -62,8 +62,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token, by id; None if its bytes are a part of a character, empty for a skipped
-    token."""
+    """The text of each token; None if its bytes are a part of a character, empty for a skipped token."""
 
     def __init__(self, table: TokenBytes, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -176,8 +175,7 @@ class Tokenizer:
         documents: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str | list[int]:
-        """Return the conversation formatted by the chat template, as token ids, or as text if not
-        `tokenize`."""
+        """Return the conversation formatted by the chat template: token ids, or text if not `tokenize`."""
         text = render_chat(
             choose_template(self.chat_template, chat_template, with_tools=tools is not None),
             messages,
@@ -252,8 +250,7 @@ class Tokenizer:
         return [self.added_tokens[i].content for i in self.all_special_ids]
 
     def _special_token(self, name: str) -> tuple[str | None, int | None]:
-        """Return the text and the id of a special token, such as `eos_token`; None for a missing text or
-        id."""
+        """Return the text and the id of a special token, such as `eos_token`; None if missing."""
         token = self.special_tokens_map.get(name)
         return token, None if token is None else self.backend.token_to_id(token)
 

@@ -14,8 +14,7 @@ from quire.text.tokenizer import Tokenizer
 
 _PLACEHOLDERS = re.compile(r"(NAME|ARGUMENTS|PARAMETERS|DIGITS|KEY|IS_STRING|\n+)")
 _MAX_CHARS = 1 << 20
-"""Maximum characters of a grammar: definitions of a schema are repeated for every parameter with a
-reference."""
+"""Maximum characters of a grammar: every parameter with a reference repeats the schema's definitions."""
 _ANY_KEY = r"/[^<>\"=]{1,64}/"
 _TERMINALS = (r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,8}/", "")
 

@@ -51,8 +51,7 @@ class ToolParser(JsonParser):
         self.schemas = schemas or {}
         self.make_id = make_id or self.default_id
         self._types: dict[int, frozenset[str]] = {}
-        """Cache of `types_of` by `id()` of the schema: a schema may be long and is used for every
-        parameter."""
+        """Cache of `types_of` by `id()` of the schema, which is used for every parameter."""
         self._num_calls = 0
         self._blank: list[str] = []
         """White space that may precede a call."""
@@ -131,8 +130,7 @@ def quoted(text: str) -> str:
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """Return the text of a parameter as a JSON value of one of these types; as a string if no type
-    matches."""
+    """Return the text of a parameter as JSON of one of these types; as a string if none matches."""
     word = text.strip()
     if "null" in types and word.lower() in _NULLS:
         return "null"

@@ -105,8 +105,7 @@ def _wrapping_marks(name: str) -> tuple[str, ...]:
 
 
 def _fitting_tool_parsers(template: str, reasoning: set[str]) -> list[str]:
-    """Return the names of the tool parsers that fit. The parser with the least text outside of the call is
-    first."""
+    """Return the names of the tool parsers that fit; first, those with the least text outside of the call."""
     if not _shows_tools(template):
         return []
     num_left: dict[str, int] = {}

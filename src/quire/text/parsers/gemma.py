@@ -63,8 +63,7 @@ class GemmaCalls(ToolParser):
         return bool((yield from self.take("}")))
 
     def _value(self) -> Wait[str | None]:
-        """Return one value as JSON, up to the comma or brace that ends it; None if the value is
-        incomplete."""
+        """Return one value as JSON, up to the comma or brace that ends it; None if incomplete."""
         plain: list[str] = []
         depth = 0
         while True:

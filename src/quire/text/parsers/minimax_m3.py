@@ -14,8 +14,7 @@ _MAX_DEPTH = 50
 
 
 class MinimaxM3(ToolParser):
-    """Parser of calls as nested tags. Strings are streamed; other values are emitted when they are
-    complete."""
+    """Parser of calls as nested tags. Strings are streamed, other values are emitted when complete."""
 
     keeps_special_tokens = True
 

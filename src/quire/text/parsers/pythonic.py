@@ -24,7 +24,7 @@ class PythonMarks:
     """Marks before the calls; without marks, calls begin with a bracket."""
     closes: tuple[str, ...] = ()
     lines: bool = False
-    """Whether calls have no brackets, one per line."""
+    """Whether calls stand one per line, without brackets around them."""
 
 
 class Pythonic(ToolParser):
@@ -98,8 +98,7 @@ class Pythonic(ToolParser):
         return None if value is None else f"{json.dumps(key, ensure_ascii=False)}: {value}"
 
     def _value(self) -> Wait[str | None]:
-        """Return the source of an expression, up to the comma or parenthesis that ends it; None if it is
-        incomplete."""
+        """Return the source of a value, up to the comma or parenthesis that ends it; None if incomplete."""
         parts: list[str] = []
         quote, depth = "", 0
         while char := (yield from self.peek()):

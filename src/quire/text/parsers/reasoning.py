@@ -13,8 +13,7 @@ class ReasoningMarkers:
     start: str
     end: str
     opened: bool = True
-    """Whether an output without a start mark begins inside of reasoning, since most templates write the
-    mark."""
+    """Whether an output without a start mark begins inside of reasoning: most templates write the mark."""
     starts: tuple[str, ...] = ()
     """Alternative start marks."""
     ends: tuple[str, ...] = ()

@@ -38,8 +38,7 @@ class Parser:
         self._position = 0
         """Position in the buffer up to which text was read."""
         self._hold_start: int | None = None
-        """Start in the buffer of the held text, which may have to be emitted as text; None: no text is
-        held."""
+        """Start in the buffer of the held text, which may have to be emitted; None if no text is held."""
         self._held_text: list[str] = []
         """Held text that is no longer in the buffer, so that a long hold does not make the buffer long."""
         self._ended = False
@@ -145,8 +144,7 @@ class Parser:
         return literal
 
     def comes(self, literal: str) -> Wait[str]:
-        """Return the literal if it comes next, after white space; else empty. The position does not
-        change."""
+        """Return the literal if it comes next, after white space; else empty. Nothing is read."""
         self.hold()
         yield from self.space()
         literal = yield from self.take(literal)
@@ -154,8 +152,7 @@ class Parser:
         return literal
 
     def until(self, marks: tuple[str, ...], emit: Emit) -> Wait[str]:
-        """Emit the text before the first mark, and return the mark; empty at the end. The mark is not
-        read."""
+        """Emit the text before the first mark, and return the mark; empty at the end."""
         while True:
             start, mark = self._find_mark(marks)
             if start > self._position:
