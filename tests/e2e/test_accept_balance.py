@@ -30,9 +30,11 @@ def connect(server: ServeProcess) -> socket.socket:
 
 
 def check_even(server: ServeProcess, expected: int) -> None:
+    """Check that no process has twice the connections of another. On a busy machine a process that gets less
+    CPU accepts somewhat fewer."""
     eventually("all connections are accepted", lambda: open_by_process(server).total() == expected)
     result = open_by_process(server)
-    assert len(result) == NUM_API and max(result.values()) <= 1.3 * min(result.values()), result
+    assert len(result) == NUM_API and max(result.values()) < 2 * min(result.values()), result
 
 
 def test_connections_are_spread_evenly(start: Start) -> None:
