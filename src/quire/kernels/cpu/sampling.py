@@ -24,12 +24,12 @@ FREE = -1
 
 
 class ConstrainedHost(NamedTuple):
-    """Token masks of N rows, some of which are constrained."""
+    """Token masks of N rows of logits; rows may have none."""
 
     mask_of: Tensor
-    """[N] int32, the mask of each row, or FREE."""
+    """[N] int32, index of the mask of each row, or FREE."""
     masks: Tensor
-    """[masks, words] int32, one bit per token; tokens after the last word are disallowed."""
+    """[masks, words] int32, one bit per token, 1 if it is allowed; tokens after the last word are not."""
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def _scratch_size() -> Callable[[int], int]:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the first maximum [N] int64 of logits [N, V]; NaN is the largest value, as in torch."""
+    """Return the index [N] int64 of the first maximum of each row of logits [N, V]; NaN is the largest."""
     return _run(logits)
 
 
@@ -56,8 +56,9 @@ def sample(
     positions: Tensor,
     constrained: ConstrainedHost | None = None,
 ) -> Tensor:
-    """Sample tokens [N] int64 from logits [N, V]. The other tensors are [N], with the dtypes of
-    `sampling.random.SamplingTensors`. A temperature of 0 is greedy. `constrained` masks disallowed tokens."""
+    """Sample a token id [N] int64 from each row of logits [N, V]. The other tensors are [N], with the dtypes
+    of `sampling.random.SamplingTensors`. A temperature of 0 is greedy. `constrained` masks disallowed
+    tokens."""
     return _run(logits, temperature, top_k, top_p, min_p, seeds, positions, constrained=constrained)
 
 
