@@ -54,8 +54,7 @@ class CompileProcesses:
     def compile(self, job: bytes) -> str | None:
         """Compile the kernel that `job` describes (`compile_server.encode_job`) in an idle process; wait if
         all are busy. Return None, or the reason why the kernel is still not in Triton's cache. Several
-        threads may call this method. After `close` it raises CancelledError, because no kernel is needed any
-        more."""
+        threads may call this method. After `close`, when no kernel is needed, it raises CancelledError."""
         reason = self._compile(job)
         if self._is_closed:
             raise CancelledError(reason)

@@ -57,8 +57,7 @@ def sample(
     constrained: ConstrainedHost | None = None,
 ) -> Tensor:
     """Sample a token id [N] int64 from each row of logits [N, V]. The other tensors are [N], with the dtypes
-    of `sampling.random.SamplingTensors`. A temperature of 0 is greedy. `constrained` masks disallowed
-    tokens."""
+    of `sampling.random.SamplingTensors`. Temperature 0 is greedy. `constrained` masks disallowed tokens."""
     return _run(logits, temperature, top_k, top_p, min_p, seeds, positions, constrained=constrained)
 
 

@@ -22,8 +22,7 @@ _MAX_KERNEL, _MAX_DIM = 8, 512
 """Maximum sizes of the convolution kernel and of a state dimension, equal to those in ssm.c."""
 
 _SEQS = "starts rows positions"
-"""Pointers of a kernel that describe the sequences, as `_seq_tensors` returns them; its first sizes are those
-of `_sizes`."""
+"""Pointers of a kernel to the sequences, as `_seq_tensors` returns them; its first sizes are `_sizes`."""
 _conv = Kernel(
     "quire_state_conv",
     f"out x weight bias state {_SEQS}",

@@ -88,8 +88,7 @@ class Pool:
 
 
 class Tape:
-    """Recorded kernel calls in order. When they are replayed, their inputs must be at the same addresses; the
-    values may differ."""
+    """Recorded kernel calls in order. At a replay, inputs must have the same addresses; values may differ."""
 
     def __init__(self, pool: Pool) -> None:
         self.refused: str | None = None
@@ -164,8 +163,7 @@ def _on_host(device: torch.device | None) -> bool:
 
 @contextmanager
 def record(pool: Pool | None = None) -> Iterator[Tape]:
-    """Record the kernels that run inside this context. `Tape.complete` says whether the tape can replay all
-    of the computation."""
+    """Record the kernels that run inside. If `Tape.complete`, the tape can replay the whole computation."""
     pool = pool or Pool()
     tape = Tape(pool)
     assert native.recording() is None, "one recording at a time"
@@ -179,8 +177,7 @@ def record(pool: Pool | None = None) -> Iterator[Tape]:
 
 
 class Tapes:
-    """Tapes of computations by key, which are never freed. The second run with a key is recorded, and later
-    runs replay the tape."""
+    """Tapes by key, which are never freed. The second run with a key is recorded, later ones replay it."""
 
     def __init__(self) -> None:
         self.pool = Pool()

@@ -160,8 +160,7 @@ class Reference:
         """Add the LoRA outputs for x [T, size_in] to `out` [T, sum of part_sizes] in place. `tokens` is the
         result of `assigned`. In the adapter slot of a token, `a` [slots, parts * rank, size_in] shrinks x to
         the ranks of each part, and `b` [slots, sum of part_sizes, rank] expands these to the outputs of the
-        part. All is computed in float32. The weights of a slot are contiguous; the stride between slots is
-        arbitrary."""
+        part. All is computed in float32. The weights of a slot are contiguous, with any stride of slots."""
         return self.lora_expand(out, self.lora_shrink(x, a, tokens), b, part_sizes, tokens)
 
     def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Any) -> Tensor:
@@ -183,8 +182,8 @@ class Reference:
     def lora_expand(
         self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
-        """Compute the second half of `lora`: add `ranks` [T, parts * rank], expanded by `b`, to `out` in
-        place."""
+        """Compute the second half of `lora`: expand `ranks` [T, parts * rank] by `b` and add them to
+        `out`."""
         for slot in range(len(b)):
             masked = (ranks * (tokens == slot)[:, None]).chunk(len(part_sizes), 1)
             parts = zip(masked, b[slot].float().split(part_sizes), strict=True)
@@ -201,15 +200,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def head_size(cache: Tensor) -> int:
-    """Return the head size of a KV cache [num_blocks, block_size, kv_heads, ...], without the scale in
-    int8."""
+    """Return the head size of a KV cache; heads of an int8 cache [..., head_dim + SCALE_BYTES] are longer."""
     return cache.shape[3] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
 
 
 def quantize_heads(x: Tensor) -> Tensor:
     """Quantize x [T, kv_heads, head_dim] to int8 [T, kv_heads, head_dim + SCALE_BYTES]: codes from -127 to
-    127, then the bytes of a float32 scale. With NaN or infinity in a head, its scale is NaN or infinite,
-    too."""
+    127, then the bytes of a float32 scale. With NaN or infinity in a head, its scale is NaN or infinite."""
     wide = x.float()
     scales = wide.abs().amax(-1, keepdim=True).clamp(min=_LEAST) / INT8_LIMIT
     codes = (wide / scales).nan_to_num(0.0).round().to(torch.int8)
@@ -217,16 +214,14 @@ def quantize_heads(x: Tensor) -> Tensor:
 
 
 def dequantize_heads(stored: Tensor) -> Tensor:
-    """Return the float32 values of heads [..., head_dim + SCALE_BYTES] that `quantize_heads` has
-    quantized."""
+    """Return the float32 values of heads [..., head_dim + SCALE_BYTES] from `quantize_heads`."""
     codes, scales = stored.split([stored.shape[-1] - SCALE_BYTES, SCALE_BYTES], -1)
     values: Tensor = codes.float() * scales.contiguous().view(torch.float32)
     return values
 
 
 def write(x: Tensor, cache: Tensor, slots: Tensor, scale: float = 1.0) -> None:
-    """Write x [T, kv_heads, head_dim] to `slots` [T] of a key or value cache; skip tokens with a slot below
-    0."""
+    """Write x [T, kv_heads, head_dim] to `slots` [T] of a key or value cache; skip slots below 0."""
     if cache.dtype == torch.int8:
         x = quantize_heads(x)
     elif cache.dtype.itemsize == 1:

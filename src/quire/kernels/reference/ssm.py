@@ -44,12 +44,10 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Indices of the short and the longer sequences of a batch, which different kernels compute; on the
-    device."""
+    """Indices of the short and the longer sequences of a batch, which different kernels compute."""
 
     short: Tensor | None
-    """[num_short] int32, the sequences with at most `states_per_row` tokens; None if these are all
-    sequences."""
+    """[num_short] int32, the sequences with at most `states_per_row` tokens; None if all sequences are."""
     num_short: int
     longer: Tensor
     """[num_longer] int32, the other sequences."""
@@ -133,8 +131,7 @@ class DeltaForm(NamedTuple):
     """Variant of the gated delta rule."""
 
     log_bound: float = 0.0
-    """Lower limit of the log decay; with one, the log decay is log_bound * sigmoid(-rate * (a + bias)). 0:
-    none."""
+    """Lower limit of the log decay, which then is log_bound * sigmoid(-rate * (a + bias)); 0: no limit."""
     beta_scale: float = 1.0
     """Factor of sigmoid(b), the weight with which a token is written to the state."""
 
@@ -198,8 +195,7 @@ GATES = ("sigmoid", "silu", "itself")
 class StateReference:
     """Operations of layers with an SSM state, in plain torch on any device: the reference for every kernel.
 
-    The T tokens of an input are those of all sequences. Rows of inputs may be strided; states change in
-    place.
+    The T tokens of inputs are those of all sequences. Inputs may have a row stride; states change in place.
     """
 
     def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
@@ -324,8 +320,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 _Step = Callable[..., tuple[Tensor, Tensor]]
-"""Function that returns the next state and the outputs of one or more tokens, from a state and their
-inputs."""
+"""Function of a state and the inputs of tokens that returns the next state and the outputs."""
 
 
 def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: SSMSequences) -> Tensor:
