@@ -27,13 +27,6 @@ Ops = Reference
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype) -> Ops:
     """Return the fastest implementation for models of `dtype` on `device`."""
-    ops: Ops = IMPLEMENTATIONS[_name(device, dtype)]()
+    name = "triton" if device.type == "cuda" else "reference"
+    ops: Ops = IMPLEMENTATIONS["cpu" if native.serves(device, dtype) else name]()
     return ops
-
-
-def _name(device: torch.device, dtype: torch.dtype) -> str:
-    if native.serves(device, dtype):
-        return "cpu"
-    if device.type == "cuda":
-        return "triton"
-    return "reference"

@@ -4,12 +4,11 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.native import TYPES, Kernel, library, recording
+from quire.kernels.cpu.native import TYPES, Kernel, c_function, recording
 
 HEAD_DIM_STEP = 8
 """Head sizes must be a multiple of this number."""
@@ -46,12 +45,7 @@ _local = threading.local()
 
 @functools.cache
 def _scratch_size() -> Callable[..., int]:
-    loaded = library()
-    assert loaded is not None, "call library() first"
-    function = loaded["quire_attention_room"]
-    function.argtypes = [ctypes.POINTER(_Job), *[ctypes.c_int64] * 4]
-    function.restype = ctypes.c_int64
-    return cast(Callable[..., int], function)
+    return c_function("quire_attention_room", ctypes.c_int64, ctypes.POINTER(_Job), *[ctypes.c_int64] * 4)
 
 
 def _scratch(num_bytes: int) -> Tensor:

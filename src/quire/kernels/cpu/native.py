@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,9 +110,7 @@ class Kernel:
 
     @functools.cached_property
     def address(self) -> int:
-        loaded = library()
-        assert loaded is not None, "call library() first"
-        return ctypes.cast(loaded[self.name], ctypes.c_void_p).value or 0
+        return ctypes.cast(c_function(self.name, None), ctypes.c_void_p).value or 0
 
     @functools.cached_property
     def _address_array(self) -> ctypes.Array[ctypes.c_void_p]:
@@ -144,12 +142,16 @@ def run(
 
 
 @functools.cache
-def _runner() -> Any:
+def _runner() -> Callable[..., None]:
+    return c_function("quire_run", None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)
+
+
+def c_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """Return a function of the library that has these ctypes types of its result and arguments."""
     loaded = library()
     assert loaded is not None, "call library() first"
-    function = loaded["quire_run"]
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    function.restype = None
+    function = loaded[name]
+    function.restype, function.argtypes = result, arguments
     return function
 
 

@@ -3,12 +3,12 @@
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.native import TYPES, Kernel, library
+from quire.kernels.cpu.native import TYPES, Kernel, c_function
 
 MAX_VOCAB = 1 << 20
 _TASK_VOCAB = 4096
@@ -34,11 +34,7 @@ class ConstrainedHost(NamedTuple):
 
 @functools.cache
 def _scratch_size() -> Callable[[int], int]:
-    loaded = library()
-    assert loaded is not None, "call library() first"
-    function = loaded["quire_sample_room"]
-    function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
-    return cast(Callable[[int], int], function)
+    return c_function("quire_sample_room", ctypes.c_int64, ctypes.c_int64)
 
 
 def argmax(logits: Tensor) -> Tensor:

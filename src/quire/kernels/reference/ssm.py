@@ -136,14 +136,6 @@ class DeltaForm(NamedTuple):
     """Factor of sigmoid(b), the weight with which a token is written to the state."""
 
 
-GATED_DELTA = DeltaForm()
-
-
-Limits = tuple[float, float]
-ANY_TIME: Limits = (0.0, math.inf)
-"""Limits of a time step softplus(dt + bias) that do not change it."""
-
-
 class ConvWeights(NamedTuple):
     """Weights of a causal depthwise convolution."""
 
@@ -162,7 +154,8 @@ class ScanInputs(NamedTuple):
     rates: DecayRates
     skip: Tensor
     """[heads] float32, factor of x in the output (D of the paper)."""
-    limits: Limits = ANY_TIME
+    limits: tuple[float, float] = (0.0, math.inf)
+    """Bounds to which the time step softplus(dt + bias) is clamped."""
 
 
 class DeltaInputs(NamedTuple):
@@ -172,7 +165,7 @@ class DeltaInputs(NamedTuple):
     """Input of the decay, [T, heads]; [T, heads * key_dim] with a decay per key channel (KDA)."""
     b: Tensor
     rates: DecayRates
-    form: DeltaForm = GATED_DELTA
+    form: DeltaForm = DeltaForm()
 
 
 class MambaInputs(NamedTuple):
