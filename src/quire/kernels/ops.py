@@ -21,7 +21,7 @@ IMPLEMENTATIONS = LazyTable(
 
 
 Ops = Reference
-"""Interface of every implementation, which is that of the reference."""
+"""Interface of the implementations for all devices: the methods of the reference."""
 
 
 @functools.cache

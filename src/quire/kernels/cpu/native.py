@@ -147,7 +147,7 @@ def _runner() -> Callable[..., None]:
 
 
 def c_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """Return a function of the library that has these ctypes types of its result and arguments."""
+    """Return a function of the library; the ctypes types of its result and arguments are set."""
     loaded = library()
     assert loaded is not None, "call library() first"
     function = loaded[name]

@@ -246,5 +246,5 @@ def _ends(sizes: tuple[int, ...]) -> Tensor:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Return `x` with a constant row stride and contiguous rows."""
+    """Return x [..., n], copied unless its rows are contiguous and have one stride."""
     return x if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous()

@@ -71,8 +71,8 @@ def mix(
     activation: str,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """Return the weighted sum [T, hidden] of the chosen experts' outputs for x [T, hidden]. A negative id is
-    an expert of another rank."""
+    """Return the weighted sum [T, hidden] of the chosen experts' outputs for x [T, hidden]; `ids` and
+    `weights` [T, per_token] are those of `route`. A negative id is an expert of another rank."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in ids[ids >= 0].unique().tolist():
         tokens, place = (ids == expert).nonzero(as_tuple=True)

@@ -288,7 +288,7 @@ class StateReference:
 
 
 StateOps = StateReference
-"""Interface of every implementation, which is that of the reference."""
+"""Interface of the implementations for all devices: the methods of the reference."""
 
 
 @functools.cache

@@ -17,7 +17,7 @@ _LOG2_E = 1.4426950408889634
 _DEFAULT_SMS = 4, 1 << 18
 """Multiprocessors and bytes of shared memory for the interpreter; enough for sequences to be split."""
 _WIDE = 256
-"""Head size above which a tile takes half of a multiprocessor's shared memory or more."""
+"""Head size above which a tile needs half of a multiprocessor's shared memory or more."""
 FIXED_SPLIT = 256
 """Keys of the shortest split of the batch-invariant mode; a multiple of every `block_n`."""
 _FIXED_BYTES = 256 << 20
@@ -107,8 +107,8 @@ def fixed_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) ->
 
 
 def most_splits(layer: AttentionLayer) -> int:
-    """Return the most splits of a sequence in the batch-invariant mode: enough to fill the device with one
-    sequence."""
+    """Return the maximum splits of a sequence in the batch-invariant mode; one sequence can fill the
+    device."""
     return min(max(128 // layer.kv_heads, 16), 64)
 
 

@@ -32,7 +32,7 @@ class EncoderShape(NamedTuple):
 
 # Measured on an H200: benchmarks/kernel_vision_encoder.py.
 def shape_of(dtype: torch.dtype, dim: int, height: int) -> EncoderShape:
-    """Return the shape for tiles of `height` queries."""
+    """Return the shape for tiles of `height` queries and heads of size `dim`."""
     if dtype == torch.float32:
         return EncoderShape(32, 4, 1)
     if height <= 64:

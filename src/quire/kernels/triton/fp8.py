@@ -176,11 +176,11 @@ _SHAPES_OF_BLOCKS = [
            TilesPlan(64, 64, 128, 2, 4, 5), TilesPlan(128, 128, 128, 1, 8, 4)),
 ]  # fmt: skip
 _REST = TilesPlan(128, 128, 128, 1, 8, 4)
-"""Plan for more rows where the library does not support the shape."""
+"""Plan for more rows of x than in `_SHAPES`, if the library does not support the shape of the weight."""
 
 
 def _plan(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> Plan:
-    """Return the plan; in the batch-invariant mode, tiles without split-K for any number of rows."""
+    """Return `choose`; in the batch-invariant mode, tiles without split-K for any number of rows."""
     if not batch_invariant.is_on():
         return choose(num, size_out, size_in, parts, blocked)
     plan = choose(max(num, 2), size_out, size_in, parts, blocked)

@@ -272,7 +272,7 @@ def _dot_tile(
 
 @triton.jit
 def all_of(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
-    """Return the sum of the split-K parts at `parts`, which are `size` elements apart."""
+    """Return the sum of the split-K results at `parts`, which are `size` elements apart."""
     acc = tl.zeros(inside.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         acc += tl.load(parts + split * size, mask=inside, other=0.0, cache_modifier=".cg")
@@ -302,9 +302,9 @@ def tiles(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile as `_tiles` of matmul.py does; `splits` holds split-K parts and arrivals. Up rows follow
-    gate rows. If TOP > 0, a row of out is a (token, expert) pair of token pair / TOP, and `pairs` holds the
-    sorted pairs (`moe_align.Sorted`). Grid: (tiles, SPLITS)."""
+    """Compute a tile as `_tiles` of matmul.py does; `splits` are split-K results and arrival counters. The
+    rows of the up projection follow those of the gate. If TOP > 0, a row of out is a (token, expert) pair, of
+    token pair / TOP, and `pairs` are the sorted pairs (`moe_align.Sorted`). Grid: (tiles, SPLITS)."""
     GATED: tl.constexpr = ACTIVATION != ""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     follow(OVERLAP)

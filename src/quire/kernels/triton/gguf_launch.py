@@ -258,7 +258,8 @@ def bits_of(planes: Planes) -> Bits:
 
 
 def _uses_gguf_tiles(form: DecodeForm, x: Tensor) -> bool:
-    """Whether `gguf_tiles` supports the case: codes are dequantized in pairs and tiles are loaded by TMA."""
+    """Whether `gguf_tiles`, which dequantizes codes in pairs and loads tiles by TMA, supports format and
+    x."""
     return gguf_tiles.takes(form) and x.dtype.itemsize == 2 and has_room()
 
 

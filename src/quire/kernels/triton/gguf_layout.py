@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Return the number of words per unit."""
+        """Return the number of 32-bit words with the low bits of a unit."""
         return self.unit * self.low // 32
 
 
@@ -89,7 +89,8 @@ class Planes(NamedTuple):
     rows: int
     columns: int
     low: Tensor
-    """[rows, units, words] int32; with one word per unit, [rows / TILE, units, TILE]"""
+    """[rows, units, words] int32: low bits of the codes; with one word per unit, [rows / TILE, units,
+    TILE]"""
     high: Tensor
     """[rows / TILE, units, TILE] int16: high bits of the codes. With 4 words per unit, [rows, `high_stride`]
     int16: a byte is for half a word; with one bit per code, its upper half belongs to the next unit."""

@@ -11,9 +11,9 @@ from quire.kernels.triton.gguf_rows import WholeRows
 from quire.kernels.triton.matmul import TilesPlan
 
 MOST_ROWS = 512
-"""Most rows of x for tiles; with more, the weight is unpacked first."""
+"""Maximum rows of x for tiles; with more, the weight is unpacked first."""
 _MOST_UNITS = 2048
-"""Most units of a row that a program can hold."""
+"""Maximum units of a weight row that a program can load into registers."""
 _WHOLE = {
     (32, False): {
         128: WholeRows(528, 4),
@@ -23,7 +23,7 @@ _WHOLE = {
     (16, False): {256: WholeRows(528, 8, two=False), _MOST_UNITS: WholeRows(132, 16, two=False)},
     (32, True): {128: WholeRows(264, 4), _MOST_UNITS: WholeRows(132, 16, two=False)},
 }
-"""Plans by columns of a unit and presence of high bits, then by the most units of a row."""
+"""Plans by (columns of a unit, whether codes have high bits), then by the maximum units of a row."""
 _WHOLE_GATED_BYTES = WholeRows(396, 8)
 """Plan for 8-bit gate and up with up to 256 units."""
 

@@ -186,7 +186,8 @@ def multiply(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Multiply x itself by a `RowsPlan`, or its quantized parts by an `Int8TilesPlan`."""
+    """Compute `Int8GEMM` with the kernel of `plan`: a `RowsPlan` multiplies x itself, an `Int8TilesPlan` its
+    quantized parts `rounded`."""
     codes, scales = weight
     if isinstance(plan, RowsPlan):
         return matmul.multiply(x, codes, bias, plan, gated=gated, scale=scales)

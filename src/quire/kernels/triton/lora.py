@@ -296,7 +296,7 @@ def _block(rank: int) -> int:
 
 
 def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ends of all parts but the last."""
+    """Return the cumulative sizes of a layer's parts, without the last."""
     return tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
 
 

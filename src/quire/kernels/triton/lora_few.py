@@ -140,7 +140,7 @@ def _expand(
 
 @triton.jit
 def outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Return a program's part, its outputs, and the end of the part."""
+    """Return for a program the index of its part of the layer, its outputs, and the end of that part."""
     left, part, n, end, size = tl.program_id(1), 0, 0, 0, 0
     for i in tl.static_range(len(SIZES)):
         if left >= 0:

@@ -160,8 +160,8 @@ def _sum(
     out: tl.tensor, x: tl.tensor, ids: tl.tensor, weights: tl.tensor, size: tl.tensor,
     TOP: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sum BLOCK elements of one token's pairs. `EXPERTS` >= TOP is a power of two. Grid: (tokens, size /
-    BLOCK)."""
+    """Compute BLOCK elements of `add` for one token. `EXPERTS` >= TOP is a power of two. Grid: (tokens, size
+    / BLOCK)."""
     token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     at, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), token * TOP + rank
     follow(OVERLAP)

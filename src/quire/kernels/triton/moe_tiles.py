@@ -106,7 +106,8 @@ def _add_bias(
     slots: tl.tensor, src: tl.tensor, place: tl.tensor, inside: tl.tensor,
     NUM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Transpose the sums if needed, add the bias and the LoRA outputs of rows `src` at `place`, and round."""
+    """Return the sums (transposed if needed) plus bias and LoRA outputs, rounded. `src` are the rows' indices
+    in `slots`, `place` the offsets of the LoRA outputs in `added`."""
     if bias is not None:
         offset = tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
         acc += offset[:, None] if NUM < 64 else offset[None, :]
