@@ -88,8 +88,7 @@ def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
 
 def release(latents: Tensor, weight: Tensor, *, v_dim: int) -> Tensor:
     """Project the attention outputs [T, heads, rank + rope_dim] in the latent space to values [T, heads,
-    v_dim], by the `weight` of `absorb`. The last rope_dim values are ignored. Results are equal in any
-    batch."""
+    v_dim], by the `weight` of `absorb`; the last rope_dim are unused. A row is bitwise equal in any batch."""
     num_tokens, heads, width = latents.shape
     _, kv_dim, rank = weight.shape
     assert latents.dtype in FORMS and latents.dtype == weight.dtype and latents.is_contiguous()
