@@ -22,12 +22,13 @@ _ENTRY = "from quire.kernels.triton.compile_server import main; main()"
 _LONGEST_S = 300.0
 """Maximum seconds for a compile process to compile a kernel; after that, this process compiles it."""
 _END_S = 2.0
-"""Seconds that idle processes have to end after their connections were closed; then they are killed."""
+"""Seconds in which idle processes must end after their connections were closed; later they are killed."""
 _current: ContextVar["CompileProcesses | None"] = ContextVar("compile processes", default=None)
 
 
 class CompileProcesses:
-    """A child process and its forks, each of which has a connection to this process and ends with it."""
+    """A child process and its forks, which compile kernels for this process. Each fork has a connection to
+    this process and ends when the connection is closed."""
 
     def __init__(self, num: int) -> None:
         self._is_closed = False
@@ -51,9 +52,9 @@ class CompileProcesses:
             there.close()
 
     def compile(self, job: bytes) -> str | None:
-        """Compile a kernel in an idle process; if all are busy, wait for one. Return None, or the reason why
-        the kernel is not in the cache now. May be called by several threads. Raise CancelledError after
-        `close`: no kernel is needed any more."""
+        """Compile the kernel that `job` describes (`compile_server.encode_job`) in an idle process; wait if
+        all are busy. Return None, or the reason why the kernel is still not in Triton's cache. Several
+        threads may call this method. After `close`, when no kernel is needed, it raises CancelledError."""
         reason = self._compile(job)
         if self._is_closed:
             raise CancelledError(reason)
@@ -96,8 +97,8 @@ class CompileProcesses:
 
 @contextlib.contextmanager
 def compile_processes(num: int) -> Iterator[None]:
-    """Let `num` processes compile the kernels that are compiled ahead within this context. No process is
-    started if `num` is less than 2."""
+    """Provide `num` processes, by which `launch.compile_ahead` and `launch.compiling` compile kernels within
+    this context. With `num` below 2, no process is started and this process compiles them."""
     if num < 2:
         yield
         return

@@ -16,11 +16,12 @@ _COLUMNS = 256
 
 
 class GridKind(NamedTuple):
-    """A ggml type: a weight is factor * scale * sub * magnitude, negative if bit 3 of its code is set."""
+    """Format of a ggml type. A weight is factor * scale * sub-scale * magnitude, with a 4-bit code: bits 0 to
+    2 are the index of the magnitude, and bit 3 is the sign."""
 
     stored_bytes: int
     unit: int
-    """Columns with the same sub-scale."""
+    """Number of consecutive columns with the same sub-scale."""
     factor: float
     magnitudes: tuple[int, ...]
 
@@ -36,10 +37,10 @@ GRID_KINDS = {
 
 
 class GridBlocks(NamedTuple):
-    """Codes and scales of rows."""
+    """Codes and scales of some rows of a weight."""
 
     codes: Tensor
-    """[rows, columns] uint8: the number of a magnitude, plus 8 if it is negative"""
+    """[rows, columns] uint8: the index of a magnitude, plus 8 if the weight is negative"""
     scales: Tensor
     """[rows, columns / 256] float16"""
     subs: Tensor
@@ -48,7 +49,7 @@ class GridBlocks(NamedTuple):
 
 @functools.cache
 def _grid(kind: str) -> Tensor:
-    """Return the grid of a type as numbers of magnitudes, [entries, 4 or 8] uint8."""
+    """Return the grid of a ggml type, [entries, 4 or 8] uint8: indices into the magnitudes of the type."""
     import gguf.quants
 
     form = getattr(gguf.quants, kind)
@@ -59,14 +60,14 @@ def _grid(kind: str) -> Tensor:
 
 
 def _bits(numbers: Tensor, width: int, count: int) -> Tensor:
-    """Split numbers [..., n] into `count` numbers of `width` bits, the lowest first: [..., n, count]."""
+    """Split numbers [..., n] into [..., n, count] numbers of `width` bits each, the lowest bits first."""
     shifts = torch.arange(0, width * count, width, dtype=numbers.dtype, device=numbers.device)
     return numbers[..., None] >> shifts & ((1 << width) - 1)
 
 
 def _even_signs(numbers: Tensor) -> Tensor:
-    """Return the sign bits of 8 columns for each 7-bit number; the eighth sign makes the number of negative
-    columns even."""
+    """Return the sign bits [..., n, 8] of 8 columns for each 7-bit number of [..., n]. The eighth sign makes
+    the number of negative columns even."""
     signs = _bits(numbers, 1, 7)
     return torch.cat((signs, signs.sum(-1, keepdim=True) & 1), -1)
 
@@ -107,11 +108,12 @@ _READERS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
     "IQ3_XXS": _iq3_xxs,
     "IQ3_S": _iq3_s,
 }
-"""Reader of each type: returns grid indices, signs and halved sub-scales of blocks [rows, blocks, bytes]."""
+"""For each ggml type, the function that reads blocks [rows, blocks, bytes]. It returns grid indices, sign
+bits, and numbers n that stand for the sub-scales 2 n + 1."""
 
 
 def read_grid_blocks(stored: Tensor, kind: str) -> GridBlocks:
-    """Return the codes and scales of rows [rows, bytes] of a file."""
+    """Return the codes and scales of weight rows [rows, bytes], as stored in a GGUF file."""
     block = stored.view(len(stored), -1, GRID_KINDS[kind].stored_bytes)
     indices, signs, subs = _READERS[kind](block)
     magnitudes = _grid(kind).to(stored.device)[indices.flatten(1)].flatten(1)
@@ -121,9 +123,9 @@ def read_grid_blocks(stored: Tensor, kind: str) -> GridBlocks:
 
 
 def resolve(stored: Tensor, kind: str) -> Tensor:
-    """Convert rows [rows, bytes] of a file to blocks that gguf_pack.c reads: two floats and 16 bytes of codes
-    for 32 columns. The floats are the scales of both halves; for IQ3_S they are a scale and a minimum, since
-    its values are odd numbers."""
+    """Convert weight rows [rows, bytes] of a GGUF file to blocks that gguf_pack.c reads: [rows, bytes] uint8
+    with two floats and 16 bytes of codes per 32 columns. The floats are the scales of both halves. For IQ3_S,
+    whose values are odd numbers, they are a scale and a minimum."""
     form, (codes, scales, subs) = GRID_KINDS[kind], read_grid_blocks(stored, kind)
     wide = scales.float().repeat_interleave(_COLUMNS // form.unit, 1) * subs.float() * form.factor
     heads = wide.unflatten(1, (-1, 2)) if form.unit == 16 else torch.stack((wide, wide), -1)

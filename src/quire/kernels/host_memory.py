@@ -15,21 +15,22 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 _PIN_BYTES = 64 << 20
-"""Bytes of a part that is pinned in the background. CUDA calls of other threads wait while it is pinned."""
+"""Bytes that are pinned with one CUDA call in the background. CUDA calls of other threads wait meanwhile."""
 _NUM_PIN_THREADS = 4
-"""Number of threads that pin. On a host with an H200 four threads populate 8 GB/s of memory, one 3 GB/s."""
+"""Number of threads that pin memory. On a host with an H200, four provide 8 GB/s of pages, one 3 GB/s."""
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE: provide pages and leave their contents as they are."""
+"""Linux's MADV_POPULATE_WRITE: provide the pages of a memory range without a change of their contents."""
 
 _pinning = threading.Lock()
-"""Lock held while a part is pinned, so that CUDA calls of other threads wait for one part, not several."""
+"""Lock of the threads that pin, so that CUDA calls of other threads wait for one of them, not for all."""
 _pinned: set[int] = set()
 """Addresses of pinned memory. Memory is unpinned before the system reuses its addresses: otherwise copies to
 and from these addresses would use the old pages."""
 
 
 def host_memory(num_bytes: int) -> Tensor:
-    """Return [num_bytes] uint8 in huge pages, which are pinned faster. The memory is unpinned when freed."""
+    """Allocate a tensor [num_bytes] uint8 in huge pages, which are pinned faster. It is not pinned yet; if it
+    is pinned later, it is unpinned when it is freed."""
     memory = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # Linux without huge pages
@@ -40,8 +41,8 @@ def host_memory(num_bytes: int) -> Tensor:
 
 
 def pin(memory: Tensor) -> bool:
-    """Pin memory, which makes copies several times as fast; return whether it is pinned. torch's allocator of
-    pinned memory would take up to twice the space, and keep it after tensors are freed."""
+    """Pin a uint8 tensor, so that copies to and from a GPU are several times as fast; return whether this
+    succeeded. torch's allocator of pinned memory would need up to twice the space, and not return it."""
     if not torch.cuda.is_available() or not len(memory):
         return False
     failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
@@ -57,15 +58,15 @@ def pin(memory: Tensor) -> bool:
 
 
 def rows_pinned_together(row_bytes: int) -> int:
-    """Return the number of rows in a part of `pin_in_background`; a part is whole pages. CUDA refuses a copy
-    to or from several parts at once."""
+    """Return the number of rows of `row_bytes` bytes that `pin_in_background` pins with one call; they fill
+    whole pages. CUDA refuses a copy to or from memory that several calls have pinned."""
     whole_pages = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
     return max(_PIN_BYTES // (whole_pages * row_bytes), 1) * whole_pages
 
 
 def pin_in_background(rows: Tensor) -> list[threading.Thread]:
-    """Pin the memory of [n, size] rows in threads, part by part. Copies to parts that are not pinned yet are
-    slower. The threads end when the tensor is freed."""
+    """Pin the memory of the tensor `rows` [n, size] in new threads, and return the threads. Copies of rows
+    that are not pinned yet are slower. The threads end early if the tensor is freed."""
     if not torch.cuda.is_available() or not rows.numel():
         return []
     threads = [
@@ -78,7 +79,8 @@ def pin_in_background(rows: Tensor) -> list[threading.Thread]:
 
 
 def _pin_parts(rows_ref: "ref[Tensor]", part: int) -> None:
-    """Pin every fourth part, from number `part` on, until the tensor is freed or a part cannot be pinned."""
+    """Pin every fourth part of a tensor, from number `part` on; a part has `rows_pinned_together` rows.
+    Return early if the tensor is freed or a part cannot be pinned."""
     libc = ctypes.CDLL(None)
     while (rows := rows_ref()) is not None:
         count = rows_pinned_together(rows[0].nbytes)

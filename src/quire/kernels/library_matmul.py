@@ -8,7 +8,7 @@ from quire.kernels import batch_invariant
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b for x [..., K] and W [N, K]."""
+    """Return x W^T + b [..., N] for x [..., K], W [N, K] and b [N]."""
     if not _is_fixed(x, weight):
         return F.linear(x, weight, bias)
     from quire.kernels.triton.fixed_gemm import fixed_linear
@@ -17,7 +17,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the products [batch, M, N] of matrices with any strides; `out` is filled if it is not None."""
+    """Return the products [batch, M, N] of `a` [batch, M, K] and `b` [batch, K, N], which may have any
+    strides. They are written to `out` if it is not None."""
     if not _is_fixed(a, b):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     from quire.kernels.triton.fixed_gemm import fixed_bmm
@@ -26,8 +27,8 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _is_fixed(a: Tensor, b: Tensor) -> bool:
-    """Whether the product needs a kernel of the batch-invariant mode. torch always computes products of
-    float64 and integers, which models do not use."""
+    """Whether a product of `a` and `b` needs a kernel of the batch-invariant mode. Products of float64 and
+    integers, which models do not compute, are always left to torch."""
     return batch_invariant.is_on() and a.is_cuda and a.dtype == b.dtype and a.dtype in _DTYPES
 
 

@@ -21,19 +21,12 @@ IMPLEMENTATIONS = LazyTable(
 
 
 Ops = Reference
-"""Interface of every implementation, which is that of the reference."""
+"""Interface of the implementations for all devices: the methods of the reference."""
 
 
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype) -> Ops:
     """Return the fastest implementation for models of `dtype` on `device`."""
-    ops: Ops = IMPLEMENTATIONS[_name(device, dtype)]()
+    name = "triton" if device.type == "cuda" else "reference"
+    ops: Ops = IMPLEMENTATIONS["cpu" if native.serves(device, dtype) else name]()
     return ops
-
-
-def _name(device: torch.device, dtype: torch.dtype) -> str:
-    if native.serves(device, dtype):
-        return "cpu"
-    if device.type == "cuda":
-        return "triton"
-    return "reference"

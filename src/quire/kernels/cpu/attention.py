@@ -4,15 +4,14 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.native import TYPES, Kernel, library, recording
+from quire.kernels.cpu.native import TYPES, Kernel, c_function, recording
 
 HEAD_DIM_STEP = 8
-"""Number that a supported head size is a multiple of."""
+"""Head sizes must be a multiple of this number."""
 CACHE_DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -20,11 +19,11 @@ CACHE_DTYPES = {
     torch.float8_e5m2: 3,
     torch.int8: 4,
 }
-"""Numbers of the KV cache dtypes, equal to those in cache_dtype.h."""
+"""Number by which the C code identifies each KV cache dtype, equal to those in cache_dtype.h."""
 
 
 class _Job(ctypes.Structure):
-    """Job of the kernel, with the same fields in the same order as in attention.c."""
+    """Arguments of the kernel, with the same fields in the same order as in attention.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "q", "k_cache", "v_cache")),
@@ -46,16 +45,11 @@ _local = threading.local()
 
 @functools.cache
 def _scratch_size() -> Callable[..., int]:
-    loaded = library()
-    assert loaded is not None, "call library() first"
-    function = loaded["quire_attention_room"]
-    function.argtypes = [ctypes.POINTER(_Job), *[ctypes.c_int64] * 4]
-    function.restype = ctypes.c_int64
-    return cast(Callable[..., int], function)
+    return c_function("quire_attention_room", ctypes.c_int64, ctypes.POINTER(_Job), *[ctypes.c_int64] * 4)
 
 
 def _scratch(num_bytes: int) -> Tensor:
-    """Return scratch memory that all calls of this Python thread share; untouched pages cost nothing."""
+    """Return [num_bytes or more] uint8 of scratch memory, which this thread uses again in later calls."""
     memory: Tensor | None = getattr(_local, "memory", None)
     if memory is None or len(memory) < num_bytes:
         memory = _local.memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -82,9 +76,11 @@ def attend(
     reach: Tensor | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """Compute attention of the queries [T, heads, head_dim] of all sequences; the output has the same shape.
-    Caches, windows, sinks and slopes are as in the backends, `reach` is as in `Batch`. `scales` are the
-    scales of the cached keys and values."""
+    """Return the attention [T, heads, head_dim] of the queries q of this shape to the paged KV cache. The
+    caches are [num_blocks, block_size, kv_heads, head_dim]; `scales` are those of cached keys and values.
+    `rows` to `seq_lens` are the tensors of `Batch` with these names, and `reach` is `Batch.last_visible`. The
+    `window` is a number of keys, or None; a `chunked` window begins at a multiple of its size. `sinks` and
+    `alibi_slopes` are [heads]."""
     assert q.dtype in TYPES and k_cache.dtype in CACHE_DTYPES
     assert sinks is None or (sinks.dtype in TYPES and sinks.is_contiguous())
     assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and not softcap)
@@ -121,8 +117,8 @@ def attend(
 
 
 def slot_stride(k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return the stride in elements between two tokens of a cache with contiguous heads. It exceeds the size
-    of a token's heads if layers share the memory."""
+    """Return the stride in elements between two tokens of the caches [num_blocks, block_size, kv_heads,
+    head_dim]. It exceeds kv_heads * head_dim if layers are interleaved in the same memory."""
     _, block_size, _, head_elements = k_cache.shape
     stride = k_cache.stride(1)
     assert k_cache.stride() == v_cache.stride() == (block_size * stride, stride, head_elements, 1)
@@ -130,5 +126,5 @@ def slot_stride(k_cache: Tensor, v_cache: Tensor) -> int:
 
 
 def _contiguous_heads(x: Tensor) -> Tensor:
-    """Return `x` with contiguous heads for each token."""
+    """Return x [T, heads, head_dim], copied unless the heads of each token are contiguous."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -14,7 +14,7 @@ from quire.kernels.gguf_grid import GRID_KINDS, resolve
 
 
 class GGUFForm(NamedTuple):
-    """In-memory format of a ggml type; the numbers are those of matrix.h and gguf_pack.c."""
+    """In-memory format of a ggml type; `type` is its number in gguf_pack.c, `form` that of matrix.h."""
 
     type: int
     form: int
@@ -23,7 +23,7 @@ class GGUFForm(NamedTuple):
     head_bytes: int
     """Bytes of the scales and minima of 32 columns."""
     stored_bytes: int
-    """Bytes of a block in the file."""
+    """Bytes of a block in the file, which has `stored_columns` columns."""
     stored_columns: int = BLOCK
 
     @property
@@ -54,9 +54,9 @@ TYPES = {
 
 
 _MOST_RESOLVED = 1 << 20
-"""Maximum elements of a weight with a grid (IQ2, IQ3) that `pack` converts at a time."""
+"""Maximum elements of a weight of type IQ2 or IQ3 that `pack` converts at a time."""
 _PADDING = 64
-"""Bytes after the last row that a wide load may read."""
+"""Bytes allocated after the last row, because a wide load may read beyond it."""
 
 
 class _WeightArena:
@@ -82,18 +82,19 @@ _rows = Kernel("quire_rows", "out ids matrix", "num_ids out_bf16")
 
 @functools.cache
 def group_rows() -> int:
-    """Return the number of rows per group of the interleaved layout; 0 if this CPU does not support it."""
+    """Return the number of weight rows per group of the interleaved layout; 0 if this CPU lacks it."""
     library = native.library()
     return 0 if library is None else int(library.quire_group())
 
 
 def interleaves() -> bool:
-    """Whether this CPU uses integer GEMM on interleaved weights; otherwise float GEMM, row by row."""
+    """Whether packed weights are interleaved on this CPU, for integer GEMM; float GEMM reads whole rows."""
     return group_rows() > 0
 
 
 def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
-    """Repack the weight [rows, bytes] of a GGUF file."""
+    """Convert a weight [rows, bytes] of a GGUF file, of ggml type `kind`, to the format of the C kernels,
+    with the rows of each group `interleaved` or one row after the other."""
     form, rows = TYPES[kind], len(stored)
     columns = stored.shape[1] // form.stored_bytes * form.stored_columns
     if kind in GRID_KINDS:
@@ -115,7 +116,7 @@ class GGUFRows:
         self._in_c = torch.tensor(matrix.in_c())
 
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows [T, columns] of ids [T] int64."""
+        """Return the dequantized rows `ids` [T] int64 of the matrix: [T, columns]."""
         assert ids.dtype == torch.int64 and ids.is_contiguous()
         out = torch.empty(len(ids), self.matrix.columns, dtype=dtype)
         _rows((out, ids, self._in_c), len(ids), dtype == torch.bfloat16, held=self.matrix.held)
@@ -123,7 +124,7 @@ class GGUFRows:
 
 
 def unpack_reference(stored: Tensor, kind: str) -> Tensor:
-    """Dequantize the weight [rows, bytes] of a GGUF file to [rows, columns] float32."""
+    """Dequantize a weight [rows, bytes] of a GGUF file, of ggml type `kind`, to [rows, columns] float32."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -131,5 +132,5 @@ def unpack_reference(stored: Tensor, kind: str) -> Tensor:
 
 
 def product_reference(x: Tensor, parts: Sequence[tuple[Tensor, str]], bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + bias in torch, where W consists of parts (bytes of the file, type)."""
+    """Return x W^T + bias in torch. W are the rows of all `parts`: (weight of a GGUF file, ggml type)."""
     return linear_reference(x, torch.cat([unpack_reference(*part) for part in parts]), bias)

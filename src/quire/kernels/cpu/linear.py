@@ -12,13 +12,13 @@ from quire.kernels.cpu.native import Kernel
 BLOCK = 32
 """Columns per block of a packed weight."""
 FORMS = {torch.float32: 0, torch.bfloat16: 1}
-"""Numbers of the plain formats, equal to those in matrix.h."""
+"""Numbers of the formats of unquantized weights, equal to those in matrix.h."""
 FP8_FORMS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
 """Numbers of the fp8 formats, which have scales."""
 _ROUNDED_BYTES = 80
-"""Bytes of a quantized block of a row of x, in scratch memory."""
+"""Bytes of a block of 32 columns of x in scratch memory, quantized for integer GEMM."""
 PANEL = 6
-"""Maximum rows of x per panel in scratch memory."""
+"""Maximum rows of x that are interleaved (a panel) in scratch memory."""
 _LANES = 16
 """Columns of a plain row are padded to a multiple of this in scratch memory."""
 
@@ -40,11 +40,11 @@ class Matrix:
     columns: int
     interleaved: bool
     row_bytes: int
-    """Bytes of a row; of an interleaved row, its share of the group."""
+    """Bytes per row; for the interleaved layout, the bytes of a group divided by its rows."""
     scales: Tensor | None = None
     """Scales of fp8 weights, [blocks of rows, blocks of columns] float32."""
     scale_block: tuple[int, int] = (1, 1)
-    """Rows and columns that share a scale."""
+    """Numbers of rows and columns of a block with one scale."""
 
     @staticmethod
     def plain(weight: Tensor) -> "Matrix":
@@ -54,7 +54,7 @@ class Matrix:
 
     @staticmethod
     def fp8(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> "Matrix":
-        """Return an fp8 matrix with a scale per row, or per `block` of rows and columns."""
+        """Return an fp8 matrix [rows, columns] with a scale per row, or per `block` of (rows, columns)."""
         assert weight.is_contiguous() and scales.dtype == torch.float32 and scales.is_contiguous()
         rows, columns = weight.shape
         high, wide = block or (1, columns)
@@ -70,26 +70,26 @@ class Matrix:
 
     @property
     def own_bytes(self) -> Tensor:
-        """Return the bytes of the rows, without padding after them."""
+        """Return the memory of the rows as uint8, without the padding after them."""
         return self.data.flatten().view(torch.uint8)[: self.rows * self.row_bytes]
 
     @property
     def prepared_bytes(self) -> int:
-        """Return the bytes of a prepared row of x in scratch memory."""
+        """Return the bytes of a row of x that is converted to the input format of the GEMM."""
         if self.interleaved:
             return self.columns // BLOCK * _ROUNDED_BYTES
         return -(-self.columns // _LANES) * _LANES * 4
 
     def in_c(self) -> list[int]:
-        """Return the values of the fields of `Matrix` in matrix.h."""
+        """Return the values of the fields of the C structure `Matrix` of matrix.h, in order."""
         sizes = self.form, self.rows, self.columns, self.interleaved, self.row_bytes
         scales = 0 if self.scales is None else self.scales.data_ptr()
         return [self.data.data_ptr(), *map(int, sizes), scales, *self.scale_block]
 
 
 class LinearProduct:
-    """Linear layer x W^T + bias, where W consists of `parts`, all interleaved or none, stacked along the
-    output. With `wide`, the output is float32 for any dtype of x.
+    """Linear layer x W^T + bias. W consists of `parts`, concatenated along the output; all of them are
+    interleaved, or none. With `wide`, the output is float32 for any dtype of x.
 
     A row of the result is bitwise equal alone and in any batch, with any number of threads.
     """
@@ -105,13 +105,12 @@ class LinearProduct:
         self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
 
     def refresh(self) -> None:
-        """Convert the bias again, after it was changed in place."""
+        """Convert the bias to float32 again, after the tensor of the constructor was changed in place."""
         if self.bias is not None and self._stored_bias is not None:
             self.bias.copy_(self._stored_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x [T, size_in], float32 or bfloat16; return [T, size_out] in its dtype, or float32 if
-        `wide`."""
+        """Return the layer's output [T, size_out] for x [T, size_in] in float32 or bfloat16."""
         assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._size_in
         num_rows, is_bf16 = len(x), x.dtype == torch.bfloat16
         out = x.new_empty(num_rows, self._size_out, dtype=torch.float32 if self.wide else x.dtype)

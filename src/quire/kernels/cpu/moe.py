@@ -12,9 +12,9 @@ from quire.kernels.reference.activations import in_c
 from quire.kernels.reference.moe import ExpertAdapters
 
 MAX_EXPERTS = 1024
-"""Maximum experts, equal to that in moe.c."""
+"""Maximum number of experts, equal to that in moe.c."""
 _MAX_ROWS = 8192
-"""Maximum pairs of token and expert per call, which limits the scratch memory."""
+"""Maximum (token, expert) pairs per call of the kernel, which limits its scratch memory."""
 _GROUP_FIELDS = 7
 
 _route = Kernel(
@@ -35,8 +35,8 @@ _experts = Kernel(
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose the experts like `reference.moe.route`, from float32 or bfloat16 logits; `bias` is float32.
-    Among equal scores the expert with the lowest id is chosen."""
+    """Choose experts as `kernels.reference.moe.route` does, from logits [T, experts] in float32 or bfloat16;
+    `bias` [experts] is float32. Among equal scores the expert with the lowest id is chosen."""
     num_tokens, num_experts = logits.shape
     assert logits.dtype in FORMS and logits.stride(1) == 1 and num_experts <= MAX_EXPERTS
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
@@ -60,10 +60,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 class CpuExperts:
-    """The experts of a layer, which return the weighted sum of the chosen experts' outputs for each token.
+    """The experts of an MoE layer; a call returns the weighted sum of the chosen experts for each token.
 
-    Each expert has the parts of its gate and up projections, stacked along the output, and its down
-    projection. A row of the result is bitwise equal alone and in any batch, with any number of threads.
+    `gate_up` lists for each expert the matrices that are its gate and up projections, concatenated along the
+    output; `down` lists the down projections. A row of the result is bitwise equal alone and in any batch,
+    with any number of threads.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class CpuExperts:
         self._held = [tensor for part in (*parts, *down) for tensor in part.held]
 
     def refresh(self) -> None:
-        """Convert the biases again, after they were changed in place."""
+        """Convert the biases to float32 again, after the tensors of the constructor were changed in place."""
         for bias, stored in zip(self._biases, self._stored_biases, strict=True):
             bias.copy_(stored)
 
     def by_expert(self) -> list[list[Tensor]]:
-        """Return the bytes that the kernel reads of each matrix, its scales and each bias, as one list per
-        tensor with an entry per expert."""
+        """Return the memory of all matrices, scales and biases of the experts as uint8 tensors: one list for
+        each kind of tensor, with an entry per expert."""
         tensors = [[matrix.own_bytes for matrix in matrices] for matrices in self._matrices]
         tensors += [
             [matrix.scales.flatten().view(torch.uint8) for matrix in matrices if matrix.scales is not None]
@@ -110,8 +111,8 @@ class CpuExperts:
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, adapters: ExpertAdapters | None = None
     ) -> Tensor:
-        """Return the mixed outputs [T, hidden] of x [T, hidden], with ids and weights [T, per_token] of
-        `route`."""
+        """Return the weighted sums [T, hidden] of the experts' outputs for x [T, hidden]; `ids` and `weights`
+        [T, per_token] are those of `route`."""
         assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._first.columns
         assert ids.dtype == torch.int32 and ids.is_contiguous()
         assert weights.dtype == torch.float32 and weights.is_contiguous()
@@ -148,8 +149,8 @@ class CpuExperts:
         )
 
     def _scratch(self, num_tokens: int, num_rows: int) -> list[Tensor]:
-        """Return the tensors of the job's fields from `counts` to `outer`. Only experts with at least 4 rows
-        pad their panels."""
+        """Return the scratch memory for `num_rows` (token, expert) pairs: the tensors of the kernel's
+        arguments from `counts` to `outer`. Only the panels of experts with at least 4 pairs are padded."""
         panels = num_rows + min(self._num_experts, num_rows // 4) * (PANEL - 1)
         copies = torch.get_num_threads() if num_tokens == 1 else panels
         return [
@@ -167,7 +168,7 @@ class CpuExperts:
 def _adapters_in_c(
     adapters: ExpertAdapters | None, num_rows: int
 ) -> tuple[Sequence[Tensor | None], list[int]]:
-    """Return the tensors of the job's fields `slots` to `ranks`, and the sizes from `rank` on."""
+    """Return the kernel's LoRA arguments: the tensors `slots` to `ranks`, and the sizes from `rank` on."""
     if adapters is None:
         return [None] * 6, [0] * 3
     *matrices, tokens = adapters

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +49,8 @@ class KernelRecorder(Protocol):
     """Recorder of kernel calls, such as a tape."""
 
     def add(self, kernel: int, job: ctypes.Structure, tensors: tuple[Tensor, ...]) -> None:
-        """Record a kernel call that has run: its address, its job, and the memory that the job points to."""
+        """Record a kernel call that has run: the address of the C function, its argument (`job`), and the
+        tensors that the argument points to."""
 
 
 _recording = threading.local()
@@ -58,8 +59,8 @@ _ONE_POINTER = ctypes.c_void_p * 1
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, compiled for the instruction set of QUIRE_CPU_KERNELS. Return None if they cannot
-    be compiled (with a warning), or if they are turned off."""
+    """Return the library of kernels, compiled for the instruction set of QUIRE_CPU_KERNELS. Return None if it
+    cannot be compiled (with a warning), or if the kernels are turned off."""
     keep_freed_memory()
     env = Env.read(os.environ)
     path = env.cpu_kernels
@@ -80,13 +81,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether these kernels compute layers of `dtype` on `device`."""
+    """Whether the C kernels are available and support layers of `dtype` on `device`."""
     return device.type == "cpu" and dtype in TYPES and library() is not None
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep freed memory for the next step. By default glibc returns it to the system, which
-    clears every page again."""
+    """Configure glibc to use freed memory again in the next step. By default it returns large blocks to the
+    system, which clears every page of a new allocation."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         for option, size in _MALLOC_OPTIONS.items():
@@ -94,11 +95,11 @@ def keep_freed_memory() -> None:
 
 
 class Kernel:
-    """`void NAME(const NameJob *job)` of csrc/, called by every thread of a team (csrc/run.c).
+    """A C function `void NAME(const NameJob *job)` of csrc/, which every thread of a team calls (csrc/run.c).
 
-    The fields of NameJob are pointers, then int64, then double; they are named here in their order. Values
-    that change between steps are read from the memory that the job points to, so that a recorded call stays
-    valid.
+    The structure NameJob contains the arguments: pointers, then int64 numbers, then doubles, all named here
+    in their order. Arguments that change between steps are in the memory that the job points to, so that a
+    recorded call can be repeated.
     """
 
     def __init__(self, name: str, pointers: str = "", sizes: str = "", reals: str = "") -> None:
@@ -109,9 +110,7 @@ class Kernel:
 
     @functools.cached_property
     def address(self) -> int:
-        loaded = library()
-        assert loaded is not None, "call library() first"
-        return ctypes.cast(loaded[self.name], ctypes.c_void_p).value or 0
+        return ctypes.cast(c_function(self.name, None), ctypes.c_void_p).value or 0
 
     @functools.cached_property
     def _address_array(self) -> ctypes.Array[ctypes.c_void_p]:
@@ -120,15 +119,15 @@ class Kernel:
     def __call__(
         self, tensors: Sequence[Tensor | None], *numbers: float, held: Sequence[Tensor] = ()
     ) -> None:
-        """Run on all threads with the job's pointers (None is a null pointer) and its numbers. `held` are the
-        tensors that the memory of `tensors` points to."""
+        """Run the kernel on all threads. `tensors` are the job's pointers (None is a null pointer), followed
+        by its `numbers`. `held` are tensors whose addresses are stored in the memory of `tensors`."""
         job = self._job(*[None if tensor is None else tensor.data_ptr() for tensor in tensors], *numbers)
         self.run(job, tensors, held)
 
     def run(
         self, job: ctypes.Structure, tensors: Sequence[Tensor | None], held: Sequence[Tensor] = ()
     ) -> None:
-        """Run on all threads. The job points to the memory of `tensors`, which may point to `held`."""
+        """Run the kernel on all threads with a job that points to `tensors`; for `held` see `__call__`."""
         run(self._address_array, _ONE_POINTER(ctypes.addressof(job)), torch.get_num_threads())
         recorder = recording()
         if recorder is not None:
@@ -138,17 +137,21 @@ class Kernel:
 def run(
     kernels: ctypes.Array[ctypes.c_void_p], jobs: ctypes.Array[ctypes.c_void_p], num_threads: int
 ) -> None:
-    """Run the kernels one after the other, in one parallel region."""
+    """Run the C functions `kernels`, each with its job, one after the other in one parallel region."""
     _runner()(kernels, jobs, len(kernels), num_threads)
 
 
 @functools.cache
-def _runner() -> Any:
+def _runner() -> Callable[..., None]:
+    return c_function("quire_run", None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)
+
+
+def c_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """Return a function of the library; the ctypes types of its result and arguments are set."""
     loaded = library()
     assert loaded is not None, "call library() first"
-    function = loaded["quire_run"]
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    function.restype = None
+    function = loaded[name]
+    function.restype, function.argtypes = result, arguments
     return function
 
 
@@ -162,7 +165,7 @@ def recording() -> KernelRecorder | None:
 
 
 def find_compiler(name: str | None) -> list[str]:
-    """Return the command of the C compiler `name`, or of the first one on the path."""
+    """Return the command of the C compiler `name`; None selects the first compiler on the path."""
     for candidate in [name] if name else _COMPILERS:
         command = shlex.split(candidate)
         if command and shutil.which(command[0]):
@@ -172,8 +175,7 @@ def find_compiler(name: str | None) -> list[str]:
 
 
 def build(folder: Path, compiler: list[str], flags: tuple[str, ...] = _NATIVE) -> ctypes.CDLL:
-    """Load the library for these sources, this compiler and this CPU from `folder`; compile it if
-    necessary."""
+    """Load the library for these sources, compiler and CPU from `folder`; compile it if it is missing."""
     runtime = openmp_in_process()
     if runtime is None:
         return _load(folder, compiler, flags, link=("-fopenmp",))
@@ -199,7 +201,7 @@ def _load(folder: Path, compiler: list[str], flags: tuple[str, ...], *, link: tu
 
 
 def openmp_in_process(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Return the path of the loaded OpenMP runtime, which is torch's, or None."""
+    """Return the path of the OpenMP runtime that torch has loaded into this process, or None."""
     try:
         match = re.search(r"\s(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps.read_text(), re.MULTILINE)
     except OSError:

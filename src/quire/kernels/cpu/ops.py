@@ -138,7 +138,8 @@ class CPUOps(Reference):
     def _run_elementwise(
         self, x: Tensor, change: int, other: Tensor | None = None, by: float = 0.0
     ) -> Tensor:
-        """Apply an elementwise operation to x [T, n] in place."""
+        """Apply the elementwise operation `change`, such as _SCALE, to x [T, n] in place. Its operand is the
+        tensor `other` or the number `by`."""
         assert x.dim() == 2 and x.stride(1) == 1
         kind = torch.float32 if change == _SCALE_ROWS else x.dtype
         assert other is None or (other.dtype == kind and other.stride(1) == 1)
@@ -210,8 +211,8 @@ def _add_lora(
     tokens: Tensor,
     ranks: Tensor,
 ) -> None:
-    """Run the LoRA kernel. Without `out` it only computes `ranks` (shrink); without x it only expands them.
-    With `ids`, the ranks are rows of `a`."""
+    """Run the LoRA kernel (see `Ops.lora`). Without `out` it only shrinks x to `ranks`; without x it only
+    expands `ranks`. With `ids` (an embedding layer), the ranks are rows of `a`."""
     weights = [matrix for matrix in (a, b) if matrix is not None]
     like = x if out is None else out
     assert like is not None and len(like) == len(tokens) and {matrix.dtype for matrix in weights} <= {*TYPES}
@@ -245,5 +246,5 @@ def _ends(sizes: tuple[int, ...]) -> Tensor:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Return `x` with a constant row stride and contiguous rows."""
+    """Return x [..., n], copied unless its rows are contiguous and have one stride."""
     return x if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous()

@@ -3,12 +3,12 @@
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.native import TYPES, Kernel, library
+from quire.kernels.cpu.native import TYPES, Kernel, c_function
 
 MAX_VOCAB = 1 << 20
 _TASK_VOCAB = 4096
@@ -24,25 +24,21 @@ FREE = -1
 
 
 class ConstrainedHost(NamedTuple):
-    """Token masks of N rows, some of which are constrained."""
+    """Token masks of N rows of logits; rows may have none."""
 
     mask_of: Tensor
-    """[N] int32, the mask of each row, or FREE."""
+    """[N] int32, index of the mask of each row, or FREE."""
     masks: Tensor
-    """[masks, words] int32, one bit per token; tokens after the last word are disallowed."""
+    """[masks, words] int32, one bit per token, 1 if it is allowed; tokens after the last word are not."""
 
 
 @functools.cache
 def _scratch_size() -> Callable[[int], int]:
-    loaded = library()
-    assert loaded is not None, "call library() first"
-    function = loaded["quire_sample_room"]
-    function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
-    return cast(Callable[[int], int], function)
+    return c_function("quire_sample_room", ctypes.c_int64, ctypes.c_int64)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the first maximum [N] int64 of logits [N, V]; NaN is the largest value, as in torch."""
+    """Return the index [N] int64 of the first maximum of each row of logits [N, V]; NaN is the largest."""
     return _run(logits)
 
 
@@ -56,8 +52,8 @@ def sample(
     positions: Tensor,
     constrained: ConstrainedHost | None = None,
 ) -> Tensor:
-    """Sample tokens [N] int64 from logits [N, V]. The other tensors are [N], with the dtypes of
-    `sampling.random.SamplingTensors`. A temperature of 0 is greedy. `constrained` masks disallowed tokens."""
+    """Sample a token id [N] int64 from each row of logits [N, V]. The other tensors are [N], with the dtypes
+    of `sampling.random.SamplingTensors`. Temperature 0 is greedy. `constrained` masks disallowed tokens."""
     return _run(logits, temperature, top_k, top_p, min_p, seeds, positions, constrained=constrained)
 
 

@@ -22,7 +22,7 @@ _MAX_KERNEL, _MAX_DIM = 8, 512
 """Maximum sizes of the convolution kernel and of a state dimension, equal to those in ssm.c."""
 
 _SEQS = "starts rows positions"
-"""The job's pointers to the sequences, in the order of `_seq_tensors`; the values of `_sizes` follow them."""
+"""Pointers of a kernel to the sequences, as `_seq_tensors` returns them; its first sizes are `_sizes`."""
 _conv = Kernel(
     "quire_state_conv",
     f"out x weight bias state {_SEQS}",
@@ -52,7 +52,7 @@ _gate = Kernel("quire_gate", "out x gate", "num_rows size stride gate_stride by 
 
 
 class CPUStateOps(StateReference):
-    """`StateOps` on a CPU in C; sizes beyond the limits of the kernels use torch."""
+    """`StateOps` on a CPU in C. Sizes beyond the limits of the kernels are computed by torch."""
 
     def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
         weight, bias, activated = weights
@@ -127,7 +127,8 @@ class CPUStateOps(StateReference):
 
 
 def _in_float32(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a scan of float16 that converts to float32 and uses `method` in C."""
+    """Return `method`, an operation of `CPUStateOps`, for float16 inputs: they are converted to float32,
+    computed in C, and the output is converted back."""
 
     def scan(self: StateReference, x: Tensor, *inputs: Any, **options: Any) -> Tensor:
         return method(CPUStateOps(), x.float(), *map(_widened, inputs), **options).to(x.dtype)
@@ -136,14 +137,14 @@ def _in_float32(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _widened(value: Any) -> Any:
-    """Return a tensor of float16 as float32, also within a named tuple; anything else unchanged."""
+    """Convert a float16 tensor, or those in a named tuple of inputs, to float32; other values unchanged."""
     if isinstance(value, DeltaInputs | MambaInputs | ScanInputs):
         return type(value)(*map(_widened, value))
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
 
 
 class HalfStateOps(StateReference):
-    """`StateOps` for float16: the scans convert to float32 and use C, the rest uses torch."""
+    """`StateOps` for float16 on a CPU: scans are computed in C in float32, the other operations by torch."""
 
     scan = _in_float32(CPUStateOps.scan)
     select = _in_float32(CPUStateOps.select)

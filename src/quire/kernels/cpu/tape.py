@@ -24,7 +24,8 @@ _EMPTIES: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, torch.dtype]]] = {
     torch.ops.aten.empty.memory_format: lambda args: (args[0], torch.get_default_dtype()),
     torch.ops.aten.new_empty.default: lambda args: (args[1], args[0].dtype),
 }
-"""Functions that return size and default dtype from the arguments of an allocation."""
+"""For each torch operation that allocates a tensor: a function of its arguments that returns the size and the
+default dtype of the tensor."""
 _ALLOCATES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 
 
@@ -32,13 +33,13 @@ class Pool:
     """Memory pool for the tensors of recordings.
 
     A tape points to the memory of tensors that no longer exist when it is replayed. Later tensors of the same
-    or another recording may reuse that memory, but it must not return to the allocator.
+    or another recording may reuse their memory, but it must not return to the allocator.
     """
 
     def __init__(self) -> None:
         self._free: list[NDArray[np.uint8]] = []
         self.blocks: list[NDArray[np.uint8]] = []
-        """All blocks, sorted by address."""
+        """All blocks of memory, free or in use, sorted by address."""
         self._starts: list[int] = []
         """Addresses of `blocks`, stored because numpy takes a microsecond to return an array's address."""
 
@@ -71,7 +72,8 @@ class Pool:
         return self._block_of(tensor) is not None
 
     def lent(self, tensor: Tensor) -> Tensor:
-        """Return an alias of the tensor that does not own its memory: later recordings may reuse it."""
+        """Return an alias of a tensor of the pool that does not reserve its memory: later recordings may
+        reuse it. Return other tensors unchanged."""
         block = self._block_of(tensor)
         if block is None:
             return tensor
@@ -86,12 +88,11 @@ class Pool:
 
 
 class Tape:
-    """Recorded kernel calls in order. The contents of their memory may change between runs, the addresses
-    may not."""
+    """Recorded kernel calls in order. At a replay, inputs must have the same addresses; values may differ."""
 
     def __init__(self, pool: Pool) -> None:
         self.refused: str | None = None
-        """First torch operation of the computation, which the tape cannot replay; None without one."""
+        """First torch operation of the computation, which a tape cannot replay; None if there was none."""
         self._pool = pool
         self._kernels: list[int] = []
         self._jobs: list[ctypes.Structure] = []
@@ -122,7 +123,8 @@ class Tape:
 
 
 class _RecordingMode(TorchDispatchMode):
-    """Dispatch mode that allocates from the pool and records any torch operation that computes."""
+    """Dispatch mode that allocates tensors from the pool, and notes on the tape the first torch operation
+    that computes something, because a tape cannot replay it."""
 
     def __init__(self, tape: Tape, pool: Pool) -> None:
         TorchDispatchMode.__init__(self)
@@ -149,7 +151,7 @@ class _RecordingMode(TorchDispatchMode):
 
 
 def _same_memory(args: tuple[Any, ...], result: Any) -> bool:
-    """Whether the results share memory with the arguments; `contiguous` and similar views may copy."""
+    """Whether all results of an operation share memory with its arguments; `contiguous`, e.g., may copy."""
     results = [result] if isinstance(result, Tensor) else result
     addresses = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
     return all(part.untyped_storage().data_ptr() in addresses for part in results)
@@ -161,7 +163,7 @@ def _on_host(device: torch.device | None) -> bool:
 
 @contextmanager
 def record(pool: Pool | None = None) -> Iterator[Tape]:
-    """Record the kernels that run inside. The tape is complete if it can replay the whole computation."""
+    """Record the kernels that run inside. If `Tape.complete`, the tape can replay the whole computation."""
     pool = pool or Pool()
     tape = Tape(pool)
     assert native.recording() is None, "one recording at a time"
@@ -175,13 +177,13 @@ def record(pool: Pool | None = None) -> Iterator[Tape]:
 
 
 class Tapes:
-    """Tapes by key, kept for ever. The second run with a key is recorded, later ones replay the tape."""
+    """Tapes by key, which are never freed. The second run with a key is recorded, later ones replay it."""
 
     def __init__(self) -> None:
         self.pool = Pool()
         self._seen: set[Hashable] = set()
         self._tapes: dict[Hashable, tuple[Tape, Any] | None] = {}
-        """Tape and result by key; None if the computation cannot be recorded."""
+        """By key, the tape of a computation and its result; None if the computation cannot be recorded."""
 
     def __len__(self) -> int:
         return len(self._tapes)
@@ -213,7 +215,7 @@ class Tapes:
 
 
 def _map_tensors(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the result with `change` applied to every tensor."""
+    """Return a result, which is a tensor or a tuple, with `change` applied to every tensor in it."""
     if isinstance(result, Tensor):
         return change(result)
     if not isinstance(result, tuple):

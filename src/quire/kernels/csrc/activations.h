@@ -91,7 +91,7 @@ INLINE void activate_some(int kind, float bound, int count, const void *x, long 
     }
 }
 
-/* The same for `size` columns. */
+/* `activate_some` for `size` columns. */
 INLINE void activate_all(int kind, float bound, const void *x, long at, const void *up, long up_at, void *out, long out_at,
                          long size, int bf16)
 {

@@ -12,8 +12,8 @@
 #include "cache_dtype.h"
 
 #define BLOCK_ROWS 192 /* maximum rows per task */
-#define LONG_ROWS (LANES == 16 ? 384 : BLOCK_ROWS) /* the same for long prompts, to copy keys half as often */
-#define SHARES 4       /* minimum tasks of LONG_ROWS per thread */
+#define LONG_ROWS (LANES == 16 ? 384 : BLOCK_ROWS) /* maximum rows per task of long prompts: keys are copied half as often */
+#define SHARES 4       /* minimum tasks per thread for which tasks have LONG_ROWS */
 #define FEW_ROWS 16    /* maximum rows per KV head to be memory-bound: all heads share one pass over the keys */
 #define TURN_ROWS 32   /* minimum rows for which transposing the keys pays off */
 #define FEW_KEYS 8     /* keys processed at a time for memory-bound tasks */
@@ -35,7 +35,7 @@ typedef struct {
     const int32_t *reach; /* [tokens]: last position that each attends to, never decreasing in a sequence; NULL: its own */
     int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, slot_stride, block_size;
-    int64_t window;               /* 0: all */
+    int64_t window;               /* number of keys that a query attends to; 0: all */
     int64_t chunked;              /* whether the window begins at a multiple of its size, not at a distance from the query */
     int64_t q_bf16, kept, sinks_bf16; /* kept: a cache dtype of cache_dtype.h */
     double scale, v_scale, softcap; /* v_scale: factor of the summed values; softcap 0: none */
@@ -43,7 +43,7 @@ typedef struct {
     void *memory;                 /* scratch memory; quire_attention_room returns its size */
 } Job;
 
-/* Two tasks fill a cache line. */
+/* Part of the attention that one thread computes. Two tasks fill a cache line. */
 typedef struct {
     int32_t seq, kv_head, num_kv_heads, first_query, num_queries;
     int32_t tile;   /* the only tile to compute, -1: all tiles */
@@ -94,7 +94,7 @@ static void fetch(const Job *job, long at, long count)
         }
 }
 
-/* Convert `heads` consecutive heads to float. */
+/* Convert `heads` consecutive heads of the cache to float, multiplied by `factor`. */
 static void copy_heads(const void *from, int kind, long at, long heads, long head_dim, float factor, float *into)
 {
     long dim = whole(head_dim, LANES);
@@ -429,7 +429,7 @@ static long list_tasks(const Job *job, Task *tasks, long num_threads, long *save
     return count;
 }
 
-/* Maximum rows and maximum KV heads of a task. */
+/* Maximum rows of a task. */
 static long max_rows(const Job *job)
 {
     long group = job->heads / job->kv_heads;
@@ -470,7 +470,7 @@ int64_t quire_attention_room(Job *job, int64_t num_tokens, int64_t max_query_len
 void quire_attention(const Job *job)
 {
     long saved_size, thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-    /* Every thread builds the same list. */
+    /* Every thread builds the same list of tasks, in its own memory. */
     Task *tasks = (Task *)job->memory + thread * job->max_tasks;
     float *saved = (float *)((Task *)job->memory + num_threads * job->max_tasks);
     float *own = saved + job->max_saved + thread * scratch_size(job);

@@ -86,7 +86,7 @@ INLINE void mix(int rows, int vectors, int more, const float *weights, const flo
             store(out + r * dim + i * LANES, sums[r][i]);
 }
 
-/* The values are at offset `from` of the pointers. */
+/* `mix` for all columns. The values are at offset `from` of the pointers. */
 INLINE void mix_all(int rows, int more, const float *weights, const float *const *values, long from, long first, long end,
                     long dim, float *out)
 {
@@ -282,7 +282,7 @@ static void score_turned(long rows, const float *q, const float *keys, long dim,
 #ifdef HAS_NEON
 
 #define ZERO(row) "movi v" #row ".4s, 0\n"
-/* 4 columns. */
+/* Products of 4 columns of a query with 4 keys, added to four sums. */
 #define SCORE(op, query, sum0, sum1, sum2, sum3)                                                                                 \
     "ldr q20, [%[" #query "], %[d]]\n" op " v" #sum0 ".4s, v20.4s, v16.4s\n" op " v" #sum1 ".4s, v20.4s, v17.4s\n"               \
     op " v" #sum2 ".4s, v20.4s, v18.4s\n" op " v" #sum3 ".4s, v20.4s, v19.4s\n"

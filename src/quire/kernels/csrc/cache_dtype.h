@@ -35,7 +35,7 @@ INLINE vf from_eight(vu code, int is_e5m2)
     return (vf)((vu)value | sign | (past & 0x7f800000));
 }
 
-/* Rounds to nearest, ties to even; saturates at the maximum. */
+/* Convert to fp8: round to nearest, ties to even; larger values become the maximum. */
 INLINE uint8_t to_eight(float x, int is_e5m2)
 {
     float size = fabsf(x), most = is_e5m2 ? 57344.0f : 448.0f;

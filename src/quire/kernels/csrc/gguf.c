@@ -12,8 +12,8 @@
 #include "gguf_neon.h"
 
 #define MOST 8159     /* largest code: its high plane is 127 */
-#define HALVES 16     /* maximum half groups, 4 rows of the weight each, that are kept in the L1 cache for 8 rows of x, */
-#define CHUNK 24      /* and maximum blocks of them; half as many half groups with fewer than MANY rows of x */
+#define HALVES 16     /* maximum half groups (4 rows of the weight each) that are unpacked at a time, to stay in the L1 cache; */
+#define CHUNK 24      /* maximum blocks of each of them. With fewer than MANY rows of x, half as many half groups. */
 #define MANY 32
 
 void quire_round_row(const float *x, long blocks, uint8_t *into)
@@ -45,7 +45,8 @@ void quire_round_row(const float *x, long blocks, uint8_t *into)
     }
 }
 
-/* Columns 16 * from.. 16 * end of the block, without the scale of x. Sums of small codes stay below 2^22. */
+/* Products of 4 rows of the weight with x over columns 16 * from.. 16 * end of a block, without the scale of x. Sums of small
+ * codes stay below 2^22. */
 INLINE float32x4_t dot(int form, const Half *weight, int head, const int8_t *x, int from, int end)
 {
     int32x4_t high = vdupq_n_s32(0), low = vdupq_n_s32(is_small(form) ? MAGIC_BITS : 0);
@@ -59,7 +60,7 @@ INLINE float32x4_t dot(int form, const Half *weight, int head, const int8_t *x, 
     return vmulq_f32(vcvtq_f32_s32(low), weight[head].scale);
 }
 
-/* One row of x. */
+/* Add the products of a block of 4 rows of the weight with one row of x to `sum`. */
 INLINE float32x4_t times_block(int form, const Half *weight, const uint8_t *x, float32x4_t sum)
 {
     const int8_t *codes = (const int8_t *)x;

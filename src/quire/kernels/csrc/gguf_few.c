@@ -21,7 +21,7 @@ typedef struct {
     int32x4_t of[ROWS][2];
 } Whole;
 
-/* Columns 16 * from.. of the plane at `plane`. The sums alternate to hide latency. */
+/* Add the products of 16 columns, from 16 * from on, with a plane of x to `sums`, which alternate to hide latency. */
 INLINE void add_columns(int count, int halves, const Half *part, int from, const int8_t *plane, long apart, Whole *sums)
 {
     int8x16_t codes[ROWS];
@@ -78,7 +78,7 @@ INLINE void times_halves(int form, int count, int first, int halves, const uint8
     EACH_ROW EACH_HALF vst1q_f32(out[r] + 4 * (first + h), sums[r][h]);
 }
 
-/* The same for both halves. */
+/* `times_halves` for both halves of a group. */
 INLINE void times_group(int form, int count, const uint8_t *weight, const uint8_t *x, long apart, long blocks, float out[][GROUP])
 {
     int halves = count <= PAIRS ? 2 : 1;

@@ -55,7 +55,7 @@ INLINE void five_bits(const uint8_t *from, int low, uint8_t *codes)
     }
 }
 
-/* Blocks of 32 columns with float16 heads. */
+/* Read a block of 32 columns with a float16 scale, and a float16 low if the type has one. */
 INLINE void read_small(int type, const uint8_t *from, Block *into)
 {
     int low = type == Q4_1 || type == Q5_1;
@@ -69,7 +69,7 @@ INLINE void read_small(int type, const uint8_t *from, Block *into)
         memcpy(into->codes, from, type == Q8_0 ? 32 : 16);
 }
 
-/* One byte of a scale. */
+/* Read a block of MXFP4: one byte of a scale, then 16 bytes of codes. */
 INLINE void read_mxfp4(const uint8_t *from, Block *into)
 {
     into->halves[0] = from[0];
@@ -198,7 +198,7 @@ INLINE void write_row_block(int form, const Block *block, uint8_t *row, long b, 
     memcpy(codes, block->codes, (size_t)code_bytes(form));
 }
 
-/* `into`: the block of the group; `r`: the row in it. */
+/* Write a block of row `r` of a group to `into`, the block of the whole group. */
 INLINE void write_interleaved(int form, const Block *block, uint8_t *into, int r)
 {
     for (int low = 0; low <= has_low(form); low++)

@@ -52,7 +52,7 @@ INLINE ints pairs(ints a, ints b)
     return sum;
 }
 
-/* The same, added to `sum`. */
+/* `pairs`, added to `sum`. */
 INLINE ints plus_pairs(ints sum, ints a, ints b)
 {
 #if defined(__AVX512VNNI__) && (GROUP == 16 || defined(__AVX512VL__))
@@ -349,7 +349,7 @@ INLINE void times_panels(int heads, long panels, const Ready (*ready)[2], const 
     }
 }
 
-/* The same for all formats with this number of heads. */
+/* `times_panels`, compiled for formats with one and with two heads (scales) per block. */
 static void times_ready(int heads, long panels, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
 {
     if (heads == 1)

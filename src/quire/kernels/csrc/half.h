@@ -74,7 +74,7 @@ INLINE void wide_two_of(int form, const uint8_t *from, long k, float factor, wid
     into[1] = wide_narrow(form, from, k + WIDE, factor);
 }
 
-/* Load a given number of columns, one by one. */
+/* Load `count` columns of a row from column `k` on, one by one. */
 INLINE void widen_of(int form, const uint8_t *from, long k, long count, float factor, float *into)
 {
     if (form == F32 || form == BF16) {

@@ -8,8 +8,8 @@
 
 #define MAX_HEAD_DIM 1024
 
-/* `from` is rounded to the dtype of the model, so that the result does not depend on whether it was stored in between. A weight of
- * the same dtype multiplies the rounded value. */
+/* RMS norm of a row. All but the weight have the dtype of the model. The norm is rounded to it before a weight of this dtype is
+ * applied; a float weight is applied first. */
 INLINE void norm_row(const void *from, long from_at, const void *weight, int weight_bf16, void *into, long into_at, long size,
                      float eps, int bf16)
 {

@@ -120,7 +120,7 @@ INLINE void times_panel(int count, const float *x, const float *w, long columns,
                 sums[r * TILE + i] += rest(x + r * WIDE, w + i * WIDE, 0, columns - k);
 }
 
-/* A panel of x is reused for the whole tile. It may repeat the last row of x as padding. */
+/* Rows of x in panels times a tile of the weight. A panel is used for the whole tile, and may repeat the last row as padding. */
 static void times_panels(const Rows *x, const float *tile, long num, long columns, float *sums)
 {
     for (long r = 0; r < x->count; r += STEP)
@@ -135,7 +135,7 @@ static void times_panels(const Rows *x, const float *tile, long num, long column
         }
 }
 
-/* The same without unpacking to memory: `num` rows of the weight (4 or 8), columns [start, start + columns), few rows of x.
+/* `times_tile` without unpacking to memory: `num` rows of the weight (4 or 8), columns [start, start + columns), few rows of x.
  * `count` may exceed the number of rows: the last row is then repeated. */
 INLINE void times_narrow(int form, int count, int num, const Rows *x, const Matrix *part, long row, long start, long columns,
                          float *sums)
@@ -222,7 +222,7 @@ INLINE float *tile_at(float *tile, int panels, long i, long k)
     return panels ? tile + i / 4 * 4 * CHUNK + 4 * k + i % 4 * WIDE : tile + i * CHUNK + k;
 }
 
-/* Rows [i, i + 4) of the tile. */
+/* Convert rows [i, i + 4) of a tile, which begins at `row` of a weight in a plain format, to float. */
 INLINE void unpack_plain(int form, int panels, const Matrix *part, long row, long start, long columns, float *tile, int i)
 {
     wide values[4][2];
@@ -262,7 +262,7 @@ INLINE void unpack_tile(int form, int panels, const Matrix *part, long row, long
     }
 }
 
-/* Rows [row, row + TILE) of a part, columns [start, start + columns). */
+/* Add the products of x with rows [row, row + TILE) of a part over columns [start, start + columns) to `sums`. */
 INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
 {
     _Alignas(64) float tile[TILE * CHUNK];

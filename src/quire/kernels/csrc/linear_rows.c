@@ -65,7 +65,7 @@ void quire_linear_prepare(const LinearJob *job, long row, uint8_t *into)
         widen(job->x, (int)job->x_bf16, from, columns, 1, (float *)into + row * columns);
 }
 
-/* A whole panel of float rows. */
+/* Quantized panels of float rows are prepared as a whole, other rows one by one. */
 long quire_linear_together(const LinearJob *job)
 {
     (void)job;

@@ -83,7 +83,7 @@ void quire_lora_shrink(Numbers x, Numbers a, long size, long first, long end, fl
         ranks[j] = times_one(x, from(a, j * size), size);
 }
 
-/* Up to SOME outputs. */
+/* Add up to SOME LoRA outputs to `out`. */
 INLINE void expand(const float *ranks, Numbers b, long rank, long count, void *out, int out_bf16, long out_at, int bf16)
 {
     float found[SOME];
@@ -125,7 +125,7 @@ static void shrink_rows(const LoraJob *job)
     }
 }
 
-/* For an embedding, where the ranks are rows of a. */
+/* Return the ranks of a token of an embedding layer: a row of `a`, converted to float. */
 static const float *look_up(const LoraJob *job, long token, long slot, float *into)
 {
     widen(job->a, (int)job->own_bf16, slot * job->a_stride + job->ids[token] * job->rank, job->rank, 1, into);

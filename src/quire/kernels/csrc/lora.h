@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* A float or bfloat16 array, with an offset. */
+/* A float or bfloat16 array, and the index of its first element that is used. */
 typedef struct {
     const void *at;
     long start;

@@ -7,7 +7,7 @@
 /* The same fields in the same order as in kernels/cpu/masks.py. */
 typedef struct {
     void *x;               /* [rows, vocab] float32, or bfloat16 */
-    const int32_t *packed; /* [masks, 1 + words] the row of a mask, then its bits */
+    const int32_t *packed; /* [masks, 1 + words] for each mask the index of its row of x, then a bit per token: 1 if allowed */
     int64_t num_masks, num_words, vocab, stride, bf16;
 } MaskJob;
 
@@ -17,7 +17,7 @@ typedef struct {
         for (uint32_t i = 0; i < count; i++)                                    \
             x[i] = allowed >> i & 1 ? x[i] : never;                             \
     }
-/* The bits of minus infinity. */
+/* Functions that write the bits of minus infinity to disallowed logits. */
 REMOVE(uint32_t, 0xff800000u)
 REMOVE(uint16_t, 0xff80u)
 

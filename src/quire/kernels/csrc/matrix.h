@@ -42,7 +42,7 @@ enum {
     IQ4_F
 };
 
-/* Values of codes; twice those of E2M1. */
+/* Values of 4-bit codes of the last formats; those of E2M1 are doubled. */
 static const int8_t TABLES[][16] = {
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
     {8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0},
@@ -65,7 +65,7 @@ INLINE int has_halves(int form) { return form == FOUR_H || form == FOUR_LOW_H ||
 INLINE int heads_of(int form) { return form == FOUR_LOW_F_16 || form == EIGHT_F_16 || form == IQ2_F_16 ? 2 : 1; } /* per block */
 INLINE long head_bytes(int form) { return has_halves(form) ? 2 : form == E2M1 ? 1 : 4; }
 INLINE long code_bytes(int form) { return is_four(form) ? BLOCK / 2 : BLOCK; }
-/* For one row. */
+/* Bytes of a block of one row. */
 INLINE long block_bytes(int form) { return heads_of(form) * (has_low(form) + 1) * head_bytes(form) + code_bytes(form); }
 
 /* A matrix [rows, columns]. In the row layout, a row of a packed format has the scales, the lows and the codes of all its
@@ -151,9 +151,9 @@ INLINE const uint8_t *row_at(const Matrix *part, long row)
 #define ROUNDED_BYTES (2 * BLOCK + 16)
 
 #ifdef DOT_X86
-/* `lanes`: rows per panel. */
+/* Quantize a row of x; `lanes` is the number of rows per panel. */
 void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into);
-/* All rows of a panel. */
+/* Quantize all rows of a panel. */
 void quire_round_panel(const float *const *x, long blocks, uint8_t *into);
 #else
 void quire_round_row(const float *x, long blocks, uint8_t *into);

@@ -27,7 +27,7 @@ typedef struct {
     double scale;
 } RouteJob;
 
-/* Integers in the order of floats; NaN is the largest, as in torch. */
+/* Convert a float to an integer, with the same order; NaN is the largest, as in torch. */
 INLINE int32_t rank_of(float x)
 {
     int32_t bits;
@@ -35,7 +35,7 @@ INLINE int32_t rank_of(float x)
     return x != x ? INT32_MAX : bits >= 0 ? bits : bits ^ INT32_MAX;
 }
 
-/* Return the first maximum and remove it. */
+/* Return the index of the first maximum, and mark it as taken. */
 static long take_best(int32_t *ranks, long count)
 {
     int32_t most = TAKEN;
@@ -48,7 +48,7 @@ static long take_best(int32_t *ranks, long count)
     return at;
 }
 
-/* Whole vectors: `scores` is padded. */
+/* Compute the scores of all experts for a token. `scores` is padded to whole vectors. */
 static void score(const RouteJob *job, long token, float *scores)
 {
     vf most = splat(-INFINITY), sum = {0}, x;

@@ -41,7 +41,7 @@ INLINE Mask mask_of(const SampleJob *job, long row)
     return (Mask){job->masks + job->mask_of[row] * job->num_words, job->num_words};
 }
 
-/* The bits of the 32 tokens from `at` on. */
+/* The mask bits of the 32 tokens from `at` on. */
 INLINE uint32_t allowed(Mask mask, long at)
 {
     return mask.count < 0 ? UINT32_MAX : at / 32 < mask.count ? mask.words[at / 32] : 0;
@@ -108,7 +108,7 @@ INLINE long place_of_largest(const void *x, int bf16, long at, long first, long 
     return first;
 }
 
-/* splitmix64's finaliser, and a number in [0, 1) from a seed and a position. */
+/* The finaliser of splitmix64. */
 static uint64_t mixed(uint64_t z)
 {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -116,6 +116,7 @@ static uint64_t mixed(uint64_t z)
     return z ^ (z >> 31);
 }
 
+/* A random number in [0, 1) from a seed and a position. */
 static double uniform(int64_t seed, int64_t position)
 {
     uint64_t counter = mixed((uint64_t)seed) + 0x9E3779B97F4A7C15u * ((uint64_t)position + 1);

@@ -90,7 +90,7 @@ INLINE vf fused_by(vf a, factors by, int i, vf c) { return fused(a, splat(by[i])
 
 INLINE vf pick(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 
-/* NaN if b is NaN. */
+/* The larger of a and b in each lane; NaN if b is NaN. */
 INLINE vf larger(vf a, vf b)
 {
 #ifdef HAS_NEON
@@ -270,7 +270,7 @@ INLINE float from_bf16(uint16_t x)
     return wide;
 }
 
-/* Rounds to nearest, ties to even. */
+/* Convert to bfloat16: round to nearest, ties to even. */
 INLINE uint16_t to_bf16(float x)
 {
     uint32_t bits;
@@ -292,7 +292,7 @@ INLINE vf from_halves(vh x)
 #endif
 }
 
-/* The upper halves. */
+/* The upper 16 bits of each lane. */
 INLINE vh to_halves(vf x)
 {
 #ifdef HAS_AVX512

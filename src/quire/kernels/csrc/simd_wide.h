@@ -57,7 +57,7 @@ INLINE void add_sums(const wide *lanes, float *sums)
         sums[i] += total[i];
 }
 
-/* The columns that do not fill a vector. */
+/* Sum of x * w over columns [start, end), which do not fill a vector. */
 INLINE float rest(const float *x, const float *w, long start, long end)
 {
     float sum = 0;

@@ -30,7 +30,7 @@ INLINE long state_after(const Seqs *seqs, long seq, long count)
     return seqs->rows[seq] * seqs->states_per_row + num_tokens % seqs->states_per_row;
 }
 
-/* A part of a state, before and after a token. Both may be the same memory. */
+/* Pointers to a part of a state before and after a token, which may be equal. */
 typedef struct {
     const float *before;
     float *after;

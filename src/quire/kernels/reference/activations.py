@@ -26,20 +26,20 @@ _CLAMP, _SLOPE = 7.0, 1.702
 
 
 def bounded(activation: str) -> tuple[str, float]:
-    """Split an activation into its name and its bound, which is infinity without one."""
+    """Split an activation such as `silu<7` into its name and its bound, which is infinity if it has none."""
     name, _, bound = activation.partition("<")
     return name, float(bound or math.inf)
 
 
 def in_c(activation: str) -> tuple[int, float]:
-    """Return the activation's number in csrc/activations.h, and its bound or 0."""
+    """Return the number of an activation in csrc/activations.h, and its bound (0 if it has none)."""
     name, bound = bounded(activation)
     assert name == "silu" or bound == math.inf, "only silu has a bound in C"
     return NUMBERS[name], bound if bound < math.inf else 0.0
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """Return act(gate) * up [T, n], from gate and up concatenated [T, 2n]."""
+    """Return act(gate) * up [T, n] for `gate_up` [T, 2n], the gate and up projections side by side."""
     gate, up = gate_up.chunk(2, -1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)

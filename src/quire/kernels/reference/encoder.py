@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from quire.kernels.reference.ops import rotate
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of each token, [T, up to head_dim / 2] each."""
+"""Cosines and sines of the rotary angles of each token, [T, up to head_dim / 2] each."""
 HEIGHTS = 64, 128
 """Queries per tile of the GPU kernel, for short and for long sequences."""
 _LONG = 256
@@ -20,12 +20,12 @@ _LONG = 256
 
 
 class Spans(NamedTuple):
-    """The sequences of a batch, computed once for all layers."""
+    """The sequences of a batch and their tiles of queries, computed once for all layers."""
 
     lens: list[int]
     tiles: Tensor | None
-    """[tiles, 3] int32 on a GPU: first token of the sequence, its end, first query of the tile. None on a
-    CPU."""
+    """[tiles, 3] int32 on a GPU: for each tile, the first token and the end of its sequence, and its first
+    query; all are token indices in the batch. None on a CPU."""
     height: int = HEIGHTS[0]
     """Queries per tile."""
 
@@ -48,9 +48,9 @@ def tiles_of(lens: NDArray[np.int32], height: int) -> NDArray[np.int32]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None, *, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute attention of q, k and v [T, heads, head_dim]; adjacent sequences of equal length are batched.
-    A token attends to tokens at most `window` positions away in both directions; None for all. `bias` [heads,
-    L, L] is added to the scores, for sequences of at most L tokens and without a window."""
+    """Return the attention [T, heads, head_dim] of q, k and v of this shape, with all sequences concatenated.
+    A token attends to tokens of its sequence at most `window` positions away in both directions; None: all.
+    `bias` [heads, L, L] is added to the scores, for sequences of at most L tokens and without a window."""
     out = torch.empty_like(q)
     start = 0
     for length, alike in groupby(length for length in spans.lens if length):
@@ -66,7 +66,7 @@ def attend(
 
 
 def rotate_in_place(x: Tensor, angles: Angles) -> None:
-    """Rotate x [T, heads, head_dim] by the angles of its tokens, in float32 and in place."""
+    """Apply RoPE to x [T, heads, head_dim] in place, by the angles of its tokens; computed in float32."""
     cos, sin = (angle[:, None].float() for angle in angles)
     x.copy_(rotate(x.float(), cos, sin))
 

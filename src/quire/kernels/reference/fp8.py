@@ -12,7 +12,7 @@ LIMIT = 448.0
 BLOCK = 128
 """Outputs and inputs per scale of a blocked weight, and values per scale of a row of x."""
 _LEAST = 1e-10
-"""Minimum of the absolute maximum of a row, so that a row of zeros has a valid scale."""
+"""Lower limit of the absolute maximum of a row, so that the scale of a row of zeros is not 0."""
 
 
 class Scaled(NamedTuple):
@@ -36,7 +36,7 @@ def quantize_weight(weight: Tensor) -> Scaled:
 
 
 def dequantize(weight: Scaled, dtype: torch.dtype) -> Tensor:
-    """Dequantize a weight."""
+    """Return the dequantized weight [..., outputs, inputs] in `dtype`."""
     data, scale = weight
     if weight.is_blocked:
         scale = scale.repeat_interleave(BLOCK, -2)[..., : data.shape[-2], :]
@@ -46,7 +46,7 @@ def dequantize(weight: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_reference(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, n] to e4m3; the scales are [T], or [T, n / 128] for groups of 128 values."""
+    """Return x [T, n] in e4m3 and its float32 scales: [T], or [T, n / 128] if `grouped` by 128 values."""
     num, size = x.shape
     width = BLOCK if grouped else size
     wide = F.pad(x.float(), (0, -size % width)).view(num, -1, width)
@@ -56,12 +56,12 @@ def quantize_reference(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
 
 
 def linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b with the dequantized weight, in the dtype of x."""
+    """Return x W^T + b with the dequantized weight, for x [T, inputs] and in its dtype."""
     return F.linear(x, dequantize(weight, x.dtype), bias)
 
 
 def linear_reference(x: Tensor, weight: Scaled, bias: Tensor | None = None, *, quantized: bool) -> Tensor:
-    """Compute x W^T + b in float64; with `quantized`, x is rounded to e4m3 first."""
+    """Compute x W^T + b in float64, for x [T, inputs]; with `quantized`, x is rounded to e4m3 first."""
     wide = x.double()
     if quantized:
         narrow, scale = quantize_reference(x, grouped=weight.is_blocked)

@@ -14,7 +14,8 @@ _gather = Kernel("quire_gather", "out x order", "num_rows columns x_stride bf16"
 
 
 class Int4Codes(NamedTuple):
-    """A weight [outputs, inputs] of (code - zero) * scale, with groups of consecutive inputs."""
+    """A quantized weight [outputs, inputs] with the values (code - zero) * scale. The consecutive inputs of a
+    group share a scale and a zero point."""
 
     codes: Tensor
     """[outputs, inputs] uint8"""
@@ -40,9 +41,9 @@ class Int4Codes(NamedTuple):
 
 
 def split_zeros(weight: Int4Codes, *, on_gpu: bool) -> tuple[Int4Codes, Tensor | None]:
-    """Return the weight with zero points that the device's kernels support, and the values [outputs, groups]
-    to add to all weights of a group: (supported zero - zero) * scale; None if all of them are 0. GPU kernels
-    need integers in the range of codes, 8-bit CPU kernels the middle of this range."""
+    """Return the weight with zero points that the kernels of the device support, and a correction [outputs,
+    groups] to add to all weights of a group: (supported zero - zero) * scale, or None if it is 0 everywhere.
+    GPU kernels need integers in the range of codes, 8-bit CPU kernels the middle of this range."""
     codes, scales, zeros, bits = weight
     middle = 1 << bits - 1
     if on_gpu:
@@ -55,8 +56,8 @@ def split_zeros(weight: Int4Codes, *, on_gpu: bool) -> tuple[Int4Codes, Tensor |
 
 
 def as_blocks(weight: Int4Codes) -> tuple[Tensor, str] | None:
-    """Convert the weight to GGUF blocks. Return the bytes and the ggml type, or None if no type is precise
-    enough."""
+    """Convert the weight to GGUF blocks. Return the bytes [outputs, bytes] and the name of the ggml type, or
+    None if no type has fitting groups and enough precision."""
     outputs, inputs = weight.codes.shape
     middle = 1 << weight.bits - 1
     is_even = bool((weight.zeros == middle).all())
@@ -77,7 +78,7 @@ def as_blocks(weight: Int4Codes) -> tuple[Tensor, str] | None:
 
 
 class Gather:
-    """Permutation of the columns of x, in C."""
+    """Permutation of the columns of x, in C: column i of the result is column order[i] of x."""
 
     def __init__(self, order: Tensor) -> None:
         self.order = order.to(torch.int32).contiguous()

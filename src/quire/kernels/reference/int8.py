@@ -18,7 +18,7 @@ _MAX_SCALE_ERROR = 2.0**-9
 
 
 class Int8Codes(NamedTuple):
-    """A weight [..., outputs, inputs]: int8 `codes` times a float32 scale per output."""
+    """A matrix [..., outputs, inputs]: int8 `codes` of this shape times a float32 scale per output."""
 
     codes: Tensor
     scales: Tensor
@@ -30,7 +30,8 @@ class Int8Codes(NamedTuple):
 
 
 def quantize(weight: Tensor) -> Int8Codes:
-    """Quantize a weight to the nearest int8 values. Scales are exact in float16, as blocks store them."""
+    """Quantize a weight [..., outputs, inputs] to the nearest int8 values. Scales are rounded to float16, in
+    which `as_blocks` stores them."""
     scales = (weight.abs().amax(-1).float() / MAX_CODE).clamp(_MIN_SCALE, torch.finfo(torch.float16).max)
     scales = scales.half().float()
     codes = (weight / scales[..., None]).round_().clamp_(-MAX_CODE, MAX_CODE)
@@ -38,7 +39,7 @@ def quantize(weight: Tensor) -> Int8Codes:
 
 
 def round_rows(x: Tensor, static: Tensor | None = None) -> Int8Codes:
-    """Quantize the rows of x [T, inputs], with a dynamic scale per row or with the `static` scale [1]."""
+    """Quantize activations x [T, inputs] with a dynamic scale per row, or with the `static` scale [1]."""
     wide = x.float()
     scales = (
         (wide.abs().amax(-1) / MAX_CODE).clamp(min=1e-10) if static is None else static.float().expand(len(x))
@@ -48,15 +49,16 @@ def round_rows(x: Tensor, static: Tensor | None = None) -> Int8Codes:
 
 
 def fits_blocks(weight: Int8Codes) -> bool:
-    """Whether the scales are precise enough in float16 and the columns are whole blocks. The scales of rows
-    of zeros do not matter."""
+    """Whether `as_blocks` supports the weight: its columns are whole blocks, and float16 is precise enough
+    for its scales, except those of rows of zeros."""
     used = weight.codes.any(-1)
     near = (weight.scales.half().float() - weight.scales).abs() <= _MAX_SCALE_ERROR * weight.scales.abs()
     return weight.codes.shape[-1] % BLOCK == 0 and bool((near | ~used).all())
 
 
 def as_blocks(weight: Int8Codes) -> Tensor:
-    """Convert a weight to packed Q8_0 blocks of the C kernels, for `matrices_of`."""
+    """Convert a weight [..., outputs, inputs] to packed Q8_0 blocks of the C kernels, a uint8 tensor that
+    `matrices_of` divides into matrices."""
     columns = weight.codes.shape[-1]
     scales = weight.scales.half().view(torch.uint8).view(-1, 1, 2).expand(-1, columns // BLOCK, -1)
     codes = weight.codes.view(torch.uint8).view(len(scales), -1, BLOCK)
@@ -65,7 +67,8 @@ def as_blocks(weight: Int8Codes) -> Tensor:
 
 
 def matrices_of(blocks: Tensor, num: int, rows: int, columns: int) -> list[Matrix]:
-    """Return `num` consecutive matrices of `as_blocks`. Matrices never share a group of rows."""
+    """Return the `num` matrices [rows, columns] that `blocks`, a result of `as_blocks`, contains one after
+    the other. Interleaved rows of a group must belong to one matrix."""
     form, interleaved = TYPES[_KIND], interleaves()
     assert num == 1 or not interleaved or rows % group_rows() == 0
     row_bytes = columns // BLOCK * form.block_bytes

@@ -37,9 +37,10 @@ def rotate_and_write_latents(
     neighbours: bool,
     scale: float = 1.0,
 ) -> None:
-    """Rotate the last rope_dim values of the queries [T, heads, nope_dim + rope_dim] in place. Normalize the
-    latents and rotate the keys of kv [T, rank + rope_dim], and write both to their cache slots. An 8-bit
-    cache holds values divided by `scale`."""
+    """Apply RoPE in place to the last rope_dim values of the queries q [T, heads, nope_dim + rope_dim].
+    Normalize the latents and rotate the keys of kv [T, rank + rope_dim], and write both to `slots` [T] of the
+    cache [num_blocks, block_size, rank + rope_dim]. With `neighbours`, RoPE rotates adjacent values as pairs,
+    not the left half with the right half. Values of an 8-bit cache are divided by `scale`."""
     (num_tokens, heads, query_dim), rope_dim = q.shape, table.shape[1]
     assert q.dtype in FORMS and {q.dtype} == {x.dtype for x in (kv, norm, table)}
     assert q.stride()[1:] == (query_dim, 1) and kv.stride(1) == 1
@@ -63,8 +64,9 @@ def rotate_and_write_latents(
 
 
 def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
-    """Project the queries [T, heads, nope_dim + rope_dim] to the latent space [T, heads, rank + rope_dim]. A
-    row is bitwise equal alone and in any batch, with any number of threads."""
+    """Project the queries [T, heads, nope_dim + rope_dim] to the latent space [T, heads, rank + rope_dim], by
+    `weight` [heads, nope_dim + v_dim, rank]. The last rope_dim values are copied. A row is bitwise equal
+    alone and in any batch, with any number of threads."""
     num_tokens, heads, query_dim = q.shape
     nope_dim = query_dim - rope_dim
     assert q.dtype in FORMS and q.dtype == weight.dtype and q.stride()[1:] == (query_dim, 1)
@@ -86,7 +88,7 @@ def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
 
 def release(latents: Tensor, weight: Tensor, *, v_dim: int) -> Tensor:
     """Project the attention outputs [T, heads, rank + rope_dim] in the latent space to values [T, heads,
-    v_dim]. Like in `absorb`, a row is bitwise equal in any batch."""
+    v_dim], by the `weight` of `absorb`; the last rope_dim are unused. A row is bitwise equal in any batch."""
     num_tokens, heads, width = latents.shape
     _, kv_dim, rank = weight.shape
     assert latents.dtype in FORMS and latents.dtype == weight.dtype and latents.is_contiguous()

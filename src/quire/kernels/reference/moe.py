@@ -30,19 +30,20 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertAdapters(NamedTuple):
-    """LoRA matrices of the experts of a layer: `a` is [slots, experts, parts * rank, inputs] and `b` [slots,
-    experts, outputs, rank]."""
+    """LoRA matrices of the experts of a layer, for all adapter slots: `..._a` are [slots, experts, parts *
+    rank, inputs] and `..._b` are [slots, experts, outputs, rank]. `gate_up` has two parts, `down` one."""
 
     gate_up_a: Tensor
     gate_up_b: Tensor
     down_a: Tensor
     down_b: Tensor
     tokens: Tensor
-    """[T] int32, the slot of each token, or -1."""
+    """[T] int32, the adapter slot of each token, or -1."""
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the expert ids [T, per_token] int32 and weights [T, per_token] float32 of logits [T, experts].
+    """Choose experts for T tokens from the router's logits [T, experts]. Return the expert ids [T, per_token]
+    int32 and their weights [T, per_token] float32.
 
     `bias` [experts] affects the choice but not the weights.
     """
@@ -70,8 +71,8 @@ def mix(
     activation: str,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """Return the weighted sum [T, hidden] of the chosen experts' outputs for x [T, hidden]. A negative id is
-    an expert of another rank."""
+    """Return the weighted sum [T, hidden] of the chosen experts' outputs for x [T, hidden]; `ids` and
+    `weights` [T, per_token] are those of `route`. A negative id is an expert of another rank."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in ids[ids >= 0].unique().tolist():
         tokens, place = (ids == expert).nonzero(as_tuple=True)
@@ -90,7 +91,8 @@ def mix(
 
 
 def _lora(x: Tensor, slots: Tensor, a: Tensor, b: Tensor, num_parts: int) -> Tensor:
-    """Return the LoRA outputs, with `a` [slots, parts * rank, inputs] and `b` [slots, outputs, rank]."""
+    """Return the LoRA outputs [T, outputs] of one expert for x [T, inputs] and the adapter slots [T] of its
+    rows, with `a` [slots, parts * rank, inputs] and `b` [slots, outputs, rank]."""
     indices = slots.clamp(min=0)
     ranks = torch.einsum("ti,tri->tr", x.float(), a[indices].float()) * (slots >= 0)[:, None]
     parts = zip(ranks.chunk(num_parts, 1), b[indices].float().chunk(num_parts, 1), strict=True)

@@ -9,21 +9,21 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def in_halves(blocks: Tensor) -> Tensor:
-    """Reorder blocks [..., 16] of bytes with two 4-bit values each, the first in the low nibble: from
-    adjacent values to values i and 16 + i."""
+    """Reorder the 32 4-bit values of each block [..., 16] uint8. Bytes of the input have two adjacent values,
+    the first in the low nibble. Byte i of the result has value i in the low and 16 + i in the high nibble."""
     numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     return numbers[..., :16] | numbers[..., 16:] << 4
 
 
 def unpack(halves: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize blocks [..., blocks, 16] of `in_halves`, with exponents [..., blocks], to float32
-    [..., 32 * blocks]."""
+    """Dequantize blocks [..., blocks, 16] in the order of `in_halves` to float32 [..., 32 * blocks]. `scales`
+    [..., blocks] are exponents of 2 plus 127."""
     numbers = _decode(torch.cat((halves & 15, halves >> 4), -1))
     return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2)
 
 
 def unpack_pairs(pairs: Tensor) -> Tensor:
-    """Return the values [..., inputs] of bytes [..., inputs / 2], the first of a pair in the low nibble."""
+    """Return 4-bit floats [..., inputs] from bytes [..., inputs / 2]; the low nibble is the first of two."""
     return _decode(torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2))
 
 

@@ -25,17 +25,17 @@ class Halves(NamedTuple):
 
 
 def split(codes: Tensor) -> Tensor:
-    """Unpack the codes of `Halves`, one per element."""
+    """Unpack `Halves.codes` [outputs, inputs / 2] to [outputs, inputs], one code per element."""
     return torch.cat((codes & 15, codes >> 4), 1)
 
 
 def scaled(values: Tensor, scales: Tensor) -> Tensor:
-    """Multiply values [outputs, inputs] by the scale of each block."""
+    """Multiply values [outputs, inputs] by the scales of their blocks, [outputs, inputs / BLOCK]."""
     blocks = values.view(len(values), -1, BLOCK)
     return (blocks * scales[..., None]).view_as(values)
 
 
 def in_halves(codes: Tensor) -> Tensor:
-    """Pack codes [outputs, inputs], one per element, to those of `Halves`."""
+    """Pack codes [outputs, inputs], one per element, to `Halves.codes` [outputs, inputs / 2]."""
     low, high = codes.chunk(2, 1)
     return low | high << 4

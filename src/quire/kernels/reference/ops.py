@@ -18,7 +18,7 @@ _LEAST = 1e-30
 
 
 class HeadNorms(NamedTuple):
-    """RMS norm weights of query and key heads, over the head size."""
+    """RMS norm weights [head_dim] of query heads and of key heads."""
 
     q: Tensor
     k: Tensor
@@ -29,16 +29,17 @@ class HeadEntry(NamedTuple):
     """Inputs of `Ops.rotate_and_write`: RoPE table and positions, KV cache and slots, norms and scales."""
 
     heads: int
+    """Number of query heads."""
     table: Tensor
     """[max_len, rotary_dim], cosines then sines; the first rotary_dim dimensions of a head are rotated, the
     left half with the right half"""
     positions: Tensor
-    """[T], rows of the table"""
+    """[T], position of each token, which is its row of the table"""
     slots: Tensor
-    """[T]; nothing is written for a slot below 0"""
+    """[T], cache slot of each token; tokens with a slot below 0 are not written"""
     k_cache: Tensor
-    """[num_blocks, block_size, kv_heads, head_dim]; an fp8 cache holds values divided by its scale, and an
-    int8 cache has `SCALE_BYTES` more in each head, for the scale of the head"""
+    """[num_blocks, block_size, kv_heads, head_dim], like `v_cache`. Values of an fp8 cache are divided by
+    `k_scale` or `v_scale`. A head of an int8 cache has `SCALE_BYTES` more bytes, for its scale."""
     v_cache: Tensor
     norms: HeadNorms | None = None
     k_scale: float = 1.0
@@ -46,36 +47,37 @@ class HeadEntry(NamedTuple):
 
 
 class LoRAHeads(NamedTuple):
-    """LoRA weights of a linear layer and the slots of its tokens; see `Ops.lora`."""
+    """LoRA weights of a linear layer and the adapter slots of its tokens; see `Ops.lora`."""
 
     a: Tensor
     b: Tensor
     sizes: tuple[int, ...]
-    """Number of outputs of each part."""
+    """Number of outputs of each part of the layer, such as queries, keys and values."""
     tokens: Any
-    """Result of `Ops.assigned` for the slots of the tokens."""
+    """Result of `Ops.assigned` for the adapter slots of the tokens."""
 
 
 class Reference:
     """Operations that a model computes between its GEMMs, in plain torch on any device."""
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Return rows `ids` ([T] int64) of `table` [V, n]: [T, n]."""
+        """Return the rows `ids` ([T] int64) of the embedding `table` [V, n] as [T, n]."""
         return F.embedding(ids, table)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the RMS norm over the last dimension, computed in float32. It is rounded before the weight
-        is applied, as in transformers; a float32 weight is applied before rounding."""
+        """Return the RMS norm of x over the last dimension, computed in float32. As in transformers, it is
+        rounded to the dtype of the weight before the weight is applied, and afterwards to the dtype of x."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (weight * wide.to(weight.dtype)).to(x.dtype)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place and return the RMS norm of the sum."""
+        """Add x [T, n] to `residual` [T, n] in place and return the RMS norm of the sum."""
         return self.norm(residual.add_(x), weight, eps)
 
     def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
-        """Apply RMS norm in place to consecutive parts of each row of x: one part per weight, of its size."""
+        """Divide each row of x [T, n] into consecutive parts, one per weight and as long as the weight. Apply
+        RMS norm to each part in place."""
         start = 0
         for weight in weights:
             part = x[:, start : start + len(weight)]
@@ -84,23 +86,23 @@ class Reference:
         return x
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Return the layer norm over the last dimension, computed in float32 and rounded at the end."""
+        """Return the layer norm of x over the last dimension, computed in float32 and rounded at the end."""
         wide_bias = None if bias is None else bias.float()
         return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """Add x to `residual` in place and return the layer norm of the sum."""
+        """Add x [T, n] to `residual` [T, n] in place and return the layer norm of the sum."""
         return self.layer_norm(residual.add_(x), weight, bias, eps)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Return act(gate) * up [T, n] for `gate_up` [T, 2n], gate and up side by side; activations have the
-        names of `kernels/reference/activations.py`."""
+        """Return act(gate) * up [T, n] for `gate_up` [T, 2n], the gate and up projections side by side.
+        Activations have the names of `kernels/reference/activations.py`."""
         return gated(gate_up, activation)
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """Return act(x)."""
+        """Return the activation of x [T, n]."""
         return ACTIVATIONS[activation](x)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
@@ -128,14 +130,15 @@ class Reference:
         return x.add_(y)
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the expert ids of each token and their weights; see `kernels/reference/moe.py`."""
+        """Return the expert ids [T, per_token] of each token and their weights, from router logits [T,
+        experts]; see `kernels/reference/moe.py`."""
         return route(logits, routing, bias)
 
     def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
-        """Apply norms and RoPE to queries and keys, write keys and values to their slots, and return the
-        queries.
+        """Apply norms and RoPE to queries and keys, write keys and values to their cache slots, and return
+        the queries [T, heads, head_dim].
 
-        [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads, head_dim].
+        `qkv` [T, (heads + 2 * kv_heads) * head_dim] has queries, keys and values side by side.
         """
         kv_heads, head_dim = entry.k_cache.shape[2], head_size(entry.k_cache)
         q, k, v = qkv.view(len(qkv), -1, head_dim).split([entry.heads, kv_heads, kv_heads], dim=1)
@@ -147,30 +150,30 @@ class Reference:
         return rotate(q, cos, sin)
 
     def assigned(self, tokens: Tensor, num_slots: int) -> Any:
-        """Return the `tokens` argument of the lora methods for a step's slots, [T] int32, -1 for tokens
-        without an adapter. It is built once per step."""
+        """Return the `tokens` argument of the LoRA methods, which is built once per step. The argument
+        `tokens` of this method is [T] int32: the adapter slot of each token, -1 for none."""
         return tokens
 
     def lora(
         self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
         """Add the LoRA outputs for x [T, size_in] to `out` [T, sum of part_sizes] in place. `tokens` is the
-        result of `assigned`. For each slot, `a` [slots, parts * rank, size_in] shrinks x to the ranks of each
-        part. `b` [slots, sum of part_sizes, rank] expands the ranks to the part's outputs. All is computed in
-        float32. The weights of one slot are contiguous; the distance between slots is arbitrary."""
+        result of `assigned`. In the adapter slot of a token, `a` [slots, parts * rank, size_in] shrinks x to
+        the ranks of each part, and `b` [slots, sum of part_sizes, rank] expands these to the outputs of the
+        part. All is computed in float32. The weights of a slot are contiguous, with any stride of slots."""
         return self.lora_expand(out, self.lora_shrink(x, a, tokens), b, part_sizes, tokens)
 
     def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Any) -> Tensor:
-        """Add the LoRA outputs of an embedding to `out` [T, n] in place: `a` [slots, vocab, rank] is indexed
-        by the [T] int64 ids, and `b` is [slots, n, rank]."""
+        """Add the LoRA outputs of an embedding layer to `out` [T, n] in place. The ranks of a token are row
+        ids[t] of its slot in `a` [slots, vocab, rank]; `b` is [slots, n, rank]. `ids` is [T] int64."""
         for slot in range(len(a)):
             ranks = a[slot][ids].float() * (tokens == slot)[:, None]
             out += ranks @ b[slot].float().t()
         return out
 
     def lora_shrink(self, x: Tensor, a: Tensor, tokens: Any) -> Tensor:
-        """Return x shrunk by `a`, the first half of `lora`: [T, parts * rank]. Rows without an adapter are
-        undefined."""
+        """Compute the first half of `lora`: return x A^T [T, parts * rank] for A in the slot of each token.
+        Rows of tokens without an adapter are undefined."""
         ranks = x.new_zeros(len(x), a.shape[1], dtype=torch.float32)
         for slot in range(len(a)):
             ranks += (x.float() @ a[slot].float().t()) * (tokens == slot)[:, None]
@@ -179,7 +182,8 @@ class Reference:
     def lora_expand(
         self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
-        """Add `ranks` [T, parts * rank] expanded by `b`, the second half of `lora`, to `out` in place."""
+        """Compute the second half of `lora`: expand `ranks` [T, parts * rank] by `b` and add them to
+        `out`."""
         for slot in range(len(b)):
             masked = (ranks * (tokens == slot)[:, None]).chunk(len(part_sizes), 1)
             parts = zip(masked, b[slot].float().split(part_sizes), strict=True)
@@ -188,21 +192,21 @@ class Reference:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim] by the angles [T, 1, rotary_dim / 2]."""
+    """Apply RoPE to the first rotary_dim dimensions of x [T, heads, head_dim], with the cosines and sines of
+    the angles, each [T, 1, rotary_dim / 2]."""
     dim = 2 * cos.shape[-1]
     left, right = x[..., :dim].chunk(2, -1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin, x[..., dim:]), -1)
 
 
 def head_size(cache: Tensor) -> int:
-    """Return the number of elements of a head of a KV cache."""
+    """Return the head size of a KV cache; heads of an int8 cache [..., head_dim + SCALE_BYTES] are longer."""
     return cache.shape[3] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
 
 
 def quantize_heads(x: Tensor) -> Tensor:
-    """Return x [T, kv_heads, head_dim] as int8 [T, kv_heads, head_dim + SCALE_BYTES]: codes from -127 to 127
-    and the bytes of a float32 scale. NaN and infinity make the scale, and so the whole head, NaN or
-    infinite."""
+    """Quantize x [T, kv_heads, head_dim] to int8 [T, kv_heads, head_dim + SCALE_BYTES]: codes from -127 to
+    127, then the bytes of a float32 scale. With NaN or infinity in a head, its scale is NaN or infinite."""
     wide = x.float()
     scales = wide.abs().amax(-1, keepdim=True).clamp(min=_LEAST) / INT8_LIMIT
     codes = (wide / scales).nan_to_num(0.0).round().to(torch.int8)
@@ -210,14 +214,14 @@ def quantize_heads(x: Tensor) -> Tensor:
 
 
 def dequantize_heads(stored: Tensor) -> Tensor:
-    """Return the float32 values of heads as `quantize_heads` stores them."""
+    """Return the float32 values of heads [..., head_dim + SCALE_BYTES] from `quantize_heads`."""
     codes, scales = stored.split([stored.shape[-1] - SCALE_BYTES, SCALE_BYTES], -1)
     values: Tensor = codes.float() * scales.contiguous().view(torch.float32)
     return values
 
 
 def write(x: Tensor, cache: Tensor, slots: Tensor, scale: float = 1.0) -> None:
-    """Write x [T, kv_heads, head_dim] to the slots of one cache."""
+    """Write x [T, kv_heads, head_dim] to `slots` [T] of a key or value cache; skip slots below 0."""
     if cache.dtype == torch.int8:
         x = quantize_heads(x)
     elif cache.dtype.itemsize == 1:

@@ -1,8 +1,8 @@
 """Operations of layers with an SSM state (Mamba, Mamba-2, gated delta rule): interface, choice, reference.
 
 A layer computes a short convolution, then the scan of Mamba or Mamba-2, or the gated delta rule. Its state
-has a fixed size per sequence. Each row of the worker has a state. A sequence with position 0 as its first
-token of the batch starts from zeros, regardless of the previous contents of its row.
+has a fixed size per sequence. The worker assigns a row to each running sequence, and each row has a state. A
+sequence whose first token in the batch has position 0 starts from zeros, whatever its row contained before.
 
 With speculative decoding a row has several states: state number n % states_per_row is the state after the
 first n tokens. A step with draft tokens keeps the state after each token of the step. The next step starts
@@ -44,10 +44,10 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split of the sequences between the kernels, as sequence indices on the device."""
+    """Indices of the short and the longer sequences of a batch, which different kernels compute."""
 
     short: Tensor | None
-    """[num_short] int32, the sequences with at most `states_per_row` tokens; None for all of the batch."""
+    """[num_short] int32, the sequences with at most `states_per_row` tokens; None if all sequences are."""
     num_short: int
     longer: Tensor
     """[num_longer] int32, the other sequences."""
@@ -73,14 +73,14 @@ class SSMSequences:
         self.positions = positions
         """[T] int64, position of each token in its sequence."""
         self.lens = lens
-        """[B], lengths of the sequences, on the host."""
+        """[B], number of tokens of each sequence in the batch, on the host."""
         self.states_per_row = states_per_row
         """Number of states of each row. Sequences with at most this many tokens in the batch keep the state
         after each token, longer ones only the last state."""
         self.single = bool((lens == 1).all())
         """Whether every sequence has one token."""
         self.short = bool((lens <= states_per_row).all())
-        """Whether every sequence keeps all its states, so that nothing depends on the host."""
+        """Whether the state after every token is kept. Kernel launches then do not depend on the lengths."""
 
     @functools.cached_property
     def split(self) -> Split:
@@ -88,11 +88,11 @@ class SSMSequences:
 
     @property
     def firsts(self) -> Tensor:
-        """Return [B], the position of the first token of each sequence."""
+        """Return the position [B] of the first token that each sequence has in this batch."""
         return self.positions[self.starts[:-1].long()]
 
     def state_after(self, num_tokens: Tensor) -> Tensor:
-        """Return [B], the index of each sequence's state after its first [B] `num_tokens`."""
+        """Return the index [B] of the state of each sequence after its first `num_tokens` [B] tokens."""
         return self.rows.long() * self.states_per_row + num_tokens % self.states_per_row
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -118,7 +118,8 @@ def _split(lens: NDArray[np.int32], states_per_row: int, device: torch.device) -
 
 
 class DecayRates(NamedTuple):
-    """Decay of each head: for each token, a state is multiplied by exp(rate * softplus(x + bias))."""
+    """Parameters of the decay of states: each token multiplies a state by exp(rate * softplus(x + bias)),
+    where x is computed from the token (`dt` of Mamba, `a` of the delta rule)."""
 
     rate: Tensor
     """[heads] float32, negative; for Mamba [channels, size]."""
@@ -130,17 +131,9 @@ class DeltaForm(NamedTuple):
     """Variant of the gated delta rule."""
 
     log_bound: float = 0.0
-    """Lower limit of the log decay, which is then log_bound * sigmoid(-rate * (a + bias)); 0: no limit."""
+    """Lower limit of the log decay, which then is log_bound * sigmoid(-rate * (a + bias)); 0: no limit."""
     beta_scale: float = 1.0
-    """Factor of sigmoid(b)."""
-
-
-GATED_DELTA = DeltaForm()
-
-
-Limits = tuple[float, float]
-ANY_TIME: Limits = (0.0, math.inf)
-"""Bounds that softplus(x + bias) is clamped to."""
+    """Factor of sigmoid(b), the weight with which a token is written to the state."""
 
 
 class ConvWeights(NamedTuple):
@@ -154,54 +147,55 @@ class ConvWeights(NamedTuple):
 
 
 class ScanInputs(NamedTuple):
-    """Further inputs of Mamba-2's scan."""
+    """Inputs of Mamba-2's scan besides x, B and C."""
 
     dt: Tensor
-    """[T, heads]"""
+    """[T, heads], time steps before the bias and softplus."""
     rates: DecayRates
     skip: Tensor
-    """[heads] float32"""
-    limits: Limits = ANY_TIME
+    """[heads] float32, factor of x in the output (D of the paper)."""
+    limits: tuple[float, float] = (0.0, math.inf)
+    """Bounds to which the time step softplus(dt + bias) is clamped."""
 
 
 class DeltaInputs(NamedTuple):
-    """Further inputs of the gated delta rule."""
+    """Inputs of the gated delta rule besides queries, keys and values. `b` is [T, heads]."""
 
     a: Tensor
-    """[T, heads], like b; [T, heads * key_dim] with a decay per key channel (KDA)."""
+    """Input of the decay, [T, heads]; [T, heads * key_dim] with a decay per key channel (KDA)."""
     b: Tensor
     rates: DecayRates
-    form: DeltaForm = GATED_DELTA
+    form: DeltaForm = DeltaForm()
 
 
 class MambaInputs(NamedTuple):
-    """Further inputs of Mamba's scan."""
+    """Inputs of Mamba's scan besides x and the gate."""
 
     dt: Tensor
-    """[T, channels]"""
+    """[T, channels], time steps before the bias and softplus."""
     b: Tensor
-    """[T, size], like c."""
+    """[T, size], like c; `size` is the state size of a channel."""
     c: Tensor
     rates: DecayRates
     skip: Tensor
-    """[channels] float32"""
+    """[channels] float32, factor of x in the output (D of the paper)."""
 
 
 GATES = ("sigmoid", "silu", "itself")
-"""Functions of a gate; kernels identify them by index."""
+"""Functions that are applied to a gate; `itself` is the identity. Kernels identify them by index."""
 
 
 class StateReference:
     """Operations of layers with an SSM state, in plain torch on any device: the reference for every kernel.
 
-    Rows of inputs may be strided; states change in place.
+    The T tokens of inputs are those of all sequences. Inputs may have a row stride; states change in place.
     """
 
     def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
         """Compute a causal depthwise convolution, followed by silu if `weights.activated`.
 
-        `x` [T, channels] -> [T, channels], contiguous; `state` [states, channels, kernel - 1] holds the last
-        inputs of each row.
+        `x` [T, channels] -> [T, channels], contiguous; `state` [states, channels, kernel - 1] contains the
+        last kernel - 1 inputs of sequences.
         """
         weight, bias, activated = weights
         firsts, kernel = seqs.firsts, weight.shape[1]
@@ -226,8 +220,8 @@ class StateReference:
         """Compute the Mamba-2 scan: h = exp(rate * dt) * h + dt * x B^T, y = h C + skip * x, with
         dt = softplus(dt + bias).
 
-        `xbc` [T, heads * head_dim + 2 * groups * size], `state` [states, heads, head_dim, size] float32 ->
-        [T, heads * head_dim].
+        `xbc` [T, heads * head_dim + 2 * groups * size] has x, B and C side by side; `state` is [states,
+        heads, head_dim, size] float32. The result is [T, heads * head_dim].
         """
         (dt, rates, skip, limits), (heads, head_dim, size) = mamba, state.shape[1:]
         width = (xbc.shape[1] - heads * head_dim) // 2
@@ -258,8 +252,8 @@ class StateReference:
         h += k (sigmoid(b) (v - k h))^T, y = q h. Queries and keys are L2-normalized; queries are then scaled
         by 1 / sqrt(key_dim).
 
-        `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `state` [states, heads, key_dim, value_dim]
-        float32 -> [T, heads * value_dim].
+        `qkv` [T, 2 * key_heads * key_dim + heads * value_dim] has q, k and v side by side; `state` is
+        [states, heads, key_dim, value_dim] float32. The result is [T, heads * value_dim].
         """
         (a, b, rates, form), (heads, key_dim, value_dim) = inputs, state.shape[1:]
         keys = (qkv.shape[1] - heads * value_dim) // 2
@@ -276,8 +270,8 @@ class StateReference:
         return y.flatten(1).to(qkv.dtype)
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
-        """Return the RMS norm of x * silu(gate) if `gate_first`, else the RMS norm of x times silu(gate),
-        over groups of the weight's size: x and gate [T, n] -> [T, n]."""
+        """Return the RMS norm of x * silu(gate) if `gate_first`, else (the RMS norm of x) * silu(gate), for x
+        and gate [T, n]. The norm is over groups of as many columns as the weight has elements."""
         pieces = (-1, len(weight))
         wide, factor = x.float().unflatten(1, pieces), F.silu(gate.float()).unflatten(1, pieces)
         wide = wide * factor if gate_first else wide
@@ -286,7 +280,7 @@ class StateReference:
         return (y if gate_first else y * factor).flatten(1).to(x.dtype)
 
     def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
-        """Multiply x by the function `by` of `GATES` of the gate: x and gate [T, n] -> [T, n]."""
+        """Return x * f(gate) [T, n] for x and gate [T, n]; `by` is the name of f in `GATES`."""
         assert by in GATES
         if by != "itself":
             gate = torch.sigmoid(gate) if by == "sigmoid" else F.silu(gate)
@@ -294,7 +288,7 @@ class StateReference:
 
 
 StateOps = StateReference
-"""Interface of every implementation, which is that of the reference."""
+"""Interface of the implementations for all devices: the methods of the reference."""
 
 
 @functools.cache
@@ -310,7 +304,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """Expand x [T, groups, n] to [T, heads, n]: adjacent heads share a group."""
+    """Expand x [T, groups, n] to [T, heads, n] by repetition; adjacent heads have the same group."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -319,12 +313,13 @@ def _unit(x: Tensor) -> Tensor:
 
 
 _Step = Callable[..., tuple[Tensor, Tensor]]
-"""Computes the next state and the outputs from a state and inputs."""
+"""Function of a state and the inputs of tokens that returns the next state and the outputs."""
 
 
 def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: SSMSequences) -> Tensor:
-    """Run all sequences at once if each has one token. Otherwise run each sequence by itself: token by token
-    if it keeps all its states, else chunk by chunk."""
+    """Return the outputs of all tokens and update the states. If each sequence has one token, `step` computes
+    all at once. Otherwise `chunk` computes each sequence by itself: token by token if all its states are
+    kept, else `CHUNK` tokens at a time. The first dimension of `inputs` is T."""
     firsts = seqs.firsts
     is_fresh = (firsts == 0).view(-1, *[1] * (state.dim() - 1))
     before = state[seqs.state_after(firsts)].masked_fill(is_fresh, 0)
@@ -350,7 +345,7 @@ def _scan_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scan_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Scan L tokens of one sequence: h [heads, head_dim, size], inputs [L, heads, ...]."""
+    """Compute Mamba-2's scan of L tokens of a sequence: h [heads, head_dim, size], inputs [L, heads, ...]."""
     x, b, c, log_decay = inputs
     since = log_decay.cumsum(0)  # from the start of the chunk
     scores = torch.einsum("ihn,jhn->hij", c, b) * _decays(since)
@@ -368,7 +363,7 @@ def _select_step(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Tens
 
 
 def _select_chunk(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """Scan the tokens of one sequence, one after the other."""
+    """Compute Mamba's scan of L tokens of a sequence, one by one: h [channels, size], inputs [L, ...]."""
     pieces = []
     for token in zip(*inputs, strict=True):
         h, y = _select_step(h, *token, rate=rate)
@@ -385,7 +380,7 @@ def _delta_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _delta_tokens(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the delta rule to the tokens of one sequence, one after the other."""
+    """Apply the delta rule to L tokens of a sequence, one by one: inputs as in `_delta_chunk`."""
     pieces = []
     for token in zip(*inputs, strict=True):
         h, y = _delta_step(h, *token)
@@ -415,8 +410,8 @@ def _delta_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decays(since: Tensor) -> Tensor:
-    """Return the decay factors [heads, L, L] from token j to token i >= j, from cumulated log decays [L,
-    heads]."""
+    """Return the decay factors [heads, L, L] from token j to token i >= j (0 for i < j), from log decays [L,
+    heads] that are cumulated from the start of the chunk."""
     gaps = since.T[:, :, None] - since.T[:, None, :]
     above = torch.ones(gaps.shape[1:], dtype=torch.bool, device=gaps.device).triu(1)
     return gaps.masked_fill(above, -torch.inf).exp()

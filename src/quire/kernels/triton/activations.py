@@ -13,7 +13,7 @@ _AT_ONCE = 2048
 
 @triton.jit
 def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """Return silu(gate) * up, each step rounded as in torch."""
+    """Return silu(gate) * up elementwise; both steps are rounded to the dtype of `gate`, as in torch."""
     wide = gate.to(tl.float32)
     return (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up
 
@@ -57,7 +57,7 @@ def name_of(activation: str) -> str:
 
 @triton.jit
 def times(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """Return act(gate) * up."""
+    """Return act(gate) * up elementwise."""
     if ACTIVATION == "silu":
         y = silu_times(gate, up)
     elif ACTIVATION == "clamped_swiglu":
@@ -88,7 +88,7 @@ def _gated(
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """Return act(gate) * up [T, n] for `gate_up` [T, 2n], gate and up side by side."""
+    """Return act(gate) * up [T, n] for `gate_up` [T, 2n], the gate and up projections side by side."""
     size = gate_up.shape[1] // 2
     out = torch.empty(len(gate_up), size, dtype=gate_up.dtype, device=gate_up.device)
     if len(gate_up):

@@ -5,7 +5,8 @@ heads of one KV head for some consecutive queries of a sequence. A key is loaded
 `tiles` processes a tile of many queries over all its keys (prefill). The kernel of sequences with few queries
 (decode) is in `split_kv.py`.
 
-Scores are in units of log 2. Cache slots that were never written may hold anything and are not loaded.
+Scores are scaled by log2(e), so that softmax weights are powers of 2. Cache slots that were never written
+have arbitrary contents and are not loaded.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -31,7 +32,7 @@ class Cache(NamedTuple):
 
 
 class AttentionSeqs(NamedTuple):
-    """Tensors of `Batch` with the same names."""
+    """The tensors of `Batch` with these names, and the stride of `block_tables`."""
 
     query_starts: Any
     seq_lens: Any
@@ -41,22 +42,23 @@ class AttentionSeqs(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scaling of scores and values: numbers inside the kernels, arguments outside."""
+    """Factors of scores and values."""
 
     scale: Any
-    """Factor from q k^T to log 2 units; with a softcap, to twice the argument of tanh."""
+    """Factor of q k^T, which includes log2(e); with a softcap, it gives twice the argument of tanh."""
     cap: Any
     v_scale: Any
 
 
 class PartialAttention(NamedTuple):
-    """Partial results of sequences that lie in several shares; the last share to finish merges them. A share
-    has up to two: of a sequence continued from the previous share, and of one continued in the next share."""
+    """Partial results of sequences whose keys lie in several shares. A share is the keys that one program of
+    split-KV decode processes. It has up to two partial results: of a sequence that begins in an earlier
+    share, and of one that continues in the next share. The last program of a sequence merges its results."""
 
     sums: Any
     """[kv_heads, shares, 2, rows, head_dim] float32"""
     tops: Any
-    """[kv_heads, shares, 2, 2, rows] float32: maximum score, sum of weights"""
+    """[kv_heads, shares, 2, 2, rows] float32: maximum score, sum of softmax weights"""
     arrivals: Any
     """[kv_heads, shares] int32, number of finished shares of a sequence, indexed by the share in which the
     sequence begins; zeros before and after each launch"""
@@ -70,10 +72,11 @@ def accumulate(
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Accumulate the keys first..end into each row's sum of values, maximum score and sum of weights.
+    """Accumulate the keys first..end into each row's sum of values `acc` [rows, head_dim], maximum score
+    `most` [rows] and sum of softmax weights `total` [rows]. Return all three.
 
-    The rows' queries are at positions `places`, from `low` on, and attend to keys up to `last`;
-    `alibi_slopes` are those of `online_softmax`.
+    The queries of the rows are at positions `places` [rows], of which `low` is the lowest, and attend to keys
+    up to `last`; for `alibi_slopes` see `online_softmax`.
     """
     key = tl.arange(0, BLOCK_N)
     # 8-bit values convert to float16 in one instruction. Two dimensions are loaded as one 16-bit number,
@@ -111,7 +114,7 @@ def accumulate(
 
 @triton.jit
 def _float16(narrow: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Convert the lower byte of each number, a float of type KIND, to float16."""
+    """Convert to float16 the lower byte of each integer, which is an 8-bit float of type KIND."""
     return narrow.to(tl.uint8).to(KIND, bitcast=True).to(tl.float16)
 
 
@@ -122,7 +125,7 @@ def load_blocks(table: tl.tensor, keys: tl.tensor, end: tl.tensor, BLOCK_SIZE: t
 
 @triton.jit
 def slot_offsets(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
-    """Return the cache offsets of `keys`, which lie in `blocks`, in elements."""
+    """Return the cache offsets, in elements, of the positions `keys` [keys] with the block ids `blocks`."""
     return blocks.to(tl.int64) * cache.block_stride + (keys % BLOCK_SIZE) * cache.slot_stride
 
 
@@ -130,7 +133,7 @@ def slot_offsets(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE
 def load_slots(
     cache: tl.tensor, slots: tl.tensor, exists: tl.tensor, BLOCK_D: tl.constexpr, DIM: tl.constexpr
 ) -> Any:
-    """Load cache entries [keys, dims], with zeros for keys and dimensions that do not exist."""
+    """Load keys or values [keys, dims] at the offsets `slots`, with zeros for those that do not exist."""
     dims = tl.arange(0, BLOCK_D)
     exists = exists[:, None]
     if BLOCK_D != DIM:
@@ -146,7 +149,7 @@ def head_step(kind: tl.dtype, dim: int) -> int:
 
 @triton.jit
 def load_scales(cache: tl.tensor, slots: tl.tensor, exists: tl.tensor, DIM: tl.constexpr) -> Any:
-    """Load the scales of heads of an int8 cache."""
+    """Load the float32 scales [keys] of heads of an int8 cache, which follow the DIM values of a head."""
     floats = cache.to(tl.pointer_type(tl.float32), bitcast=True)
     return tl.load(floats + (slots + DIM) // 4, mask=exists, other=0.0)
 
@@ -156,7 +159,7 @@ def scores_of(
     q: tl.tensor, cache: tl.tensor, slots: tl.tensor, exists: tl.tensor,
     BLOCK_D: tl.constexpr, DIM: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the products of queries and keys, [rows, keys]."""
+    """Return the products [rows, keys] of queries q [rows, dims] and the keys at offsets `slots` [keys]."""
     k = load_slots(cache, slots, exists, BLOCK_D, DIM).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if cache.dtype.element_ty == tl.int8:
@@ -182,10 +185,10 @@ def online_softmax(
     places: tl.tensor, last: tl.tensor, alibi_slopes: tl.tensor, scores_by: tl.tuple,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the factor for previous sums, the new maximum and sum of weights, and the weights of keys from
-    `at` on.
+    """Compute softmax weights [rows, keys] from `scores` of the keys from `at` on. Return the factor for the
+    sums of earlier keys, the new maximum score and sum of weights, and the weights.
 
-    `alibi_slopes` are subtracted from each row per token between query and key, in log 2; None for no ALiBi.
+    `alibi_slopes` [rows], times log2(e), are subtracted per token between query and key; None: no ALiBi.
     """
     keys = at + tl.arange(0, BLOCK_N)
     factor = scores_by.scale
@@ -215,8 +218,9 @@ def load_queries(
     low: tl.tensor, high: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Load the rows of a tile that starts at token `start`, position `low`. Return the queries, their
-    positions and heads, the offset of each element in the output, and whether it exists."""
+    """Load the queries of a tile, whose first token is `start` of the batch, at position `low` of its
+    sequence. Return the queries [rows, dims], their positions and heads [rows], and for each element its
+    offset in the output and whether it exists."""
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query, heads = row // GROUP, kv_head * GROUP + row % GROUP
     token = (start + query).to(tl.int64)
@@ -230,8 +234,8 @@ def load_queries(
 
 @triton.jit
 def initial(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
-    """Return the initial sums of the rows. If `counts`, attention sinks are included, as keys without a
-    value."""
+    """Return the initial sum of values, maximum score and sum of weights of the rows. With `counts`, they
+    include attention sinks, which are keys without a value."""
     acc = tl.zeros([heads.shape[0], BLOCK_D], tl.float32)
     most = tl.full([heads.shape[0]], NEVER, tl.float32)
     total = tl.zeros([heads.shape[0]], tl.float32)
@@ -243,7 +247,7 @@ def initial(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.c
 
 @triton.jit
 def alibi_of(alibi_slopes: tl.tensor, heads: tl.tensor) -> Any:
-    """Return the ALiBi slopes of the rows' heads in log 2, or None without ALiBi."""
+    """Return the ALiBi slopes of the rows' heads times log2(e), or None without ALiBi."""
     slopes = alibi_slopes
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads) * _LOG2_E
@@ -265,8 +269,8 @@ def tiles(
     GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute attention of one tile of queries to all its keys. Grid: (tiles, kv_heads). `work` [tiles, 2]
-    holds sequence and first query."""
+    """Compute attention of one tile of queries to all its keys; `out` is [tokens, heads, head_dim]. `work`
+    [tiles, 2] has the sequence of each tile and its first query. Grid: (tiles, kv_heads)."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     seq, skipped = tl.load(work + 2 * tile), tl.load(work + 2 * tile + 1)
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)

@@ -30,15 +30,15 @@ from quire.kernels.triton.launch import follow
 from quire.kernels.triton.split_kv_shares import first_key, last_passed
 
 _SEQS_AT_ONCE = tl.constexpr(256)
-"""Number of sequences counted at once."""
+"""Number of sequences whose splits a program counts at once."""
 _DOUBLINGS = tl.constexpr(12)
 """Splits of at most 2^12 times the shortest length: enough for 16 million keys."""
 
 
 @triton.jit
 def split_of(places: tl.tensor, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr) -> tl.tensor:
-    """Return the keys per split of queries at `places`: SPLIT, doubled until the keys of a query are at most
-    MOST splits (or one more in a window)."""
+    """Return the number of keys per split for queries at positions `places`. It is SPLIT, doubled until the
+    keys of a query are at most MOST splits (one more with a window)."""
     keys = tl.minimum(places + 1, WINDOW) if WINDOW else places + 1
     size = keys * 0 + SPLIT
     for _ in tl.static_range(_DOUBLINGS):
@@ -51,8 +51,9 @@ def _fold(
     out: tl.tensor, out_most: tl.tensor, out_total: tl.tensor, acc: tl.tensor, most: tl.tensor,
     total: tl.tensor, ends: tl.tensor,
 ) -> Any:  # fmt: skip
-    """Add the result of a split (`acc`, `most`, `total`) to the sum of the splits before it, for the rows
-    with a split that ends. Return the sum and the split's result, which is emptied for these rows."""
+    """For the rows whose split ends here, add its result to that of the splits before it. A result is a sum
+    of values, a maximum score and a sum of weights (`acc`, `most`, `total`). Return the sum and the split's
+    result, which is reset for these rows."""
     higher = tl.maximum(out_most, most)
     shrink = tl.where(ends, tl.exp2(out_most - higher), 1.0)
     weight = tl.where(ends, tl.exp2(most - higher), 0.0)
@@ -68,7 +69,7 @@ def _add(
     out: tl.tensor, out_most: tl.tensor, out_total: tl.tensor, acc: tl.tensor, most: tl.tensor,
     total: tl.tensor,
 ) -> Any:  # fmt: skip
-    """Add the result of a split to the sum of the splits before it, for all rows."""
+    """Add the result of a split to that of the splits before it, for all rows, and return the sum."""
     out, out_most, out_total, acc, most, total = _fold(
         out, out_most, out_total, acc, most, total, out_most == out_most
     )
@@ -83,8 +84,9 @@ def _accumulate(
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Accumulate the keys first..end, where `first` is a multiple of BLOCK_N. Splits of `sizes` keys that end
-    before the last tile are added to `out`. Return `out` and the result of the last split."""
+    """Accumulate the keys first..end, where `first` is a multiple of BLOCK_N. The splits of a row have
+    `sizes` [rows] keys; splits that end before the last tile are added to `out`. Return `out` and the result
+    of the last split, each with its maximum score and sum of weights."""
     BLOCK_D: tl.constexpr = out.shape[1]
     acc = tl.zeros(out.shape, tl.float32)
     most = tl.full([out.shape[0]], NEVER, tl.float32)
@@ -118,7 +120,7 @@ def _accumulate(
 
 @triton.jit
 def _first_tile(low: tl.tensor, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr) -> Any:
-    """Return the first key of the tile in which the keys of a query at `low` begin."""
+    """Return the first key of the tile in which the keys of a query at position `low` begin."""
     return first_key(low, WINDOW, CHUNKED) // BLOCK_N * BLOCK_N
 
 
@@ -205,8 +207,8 @@ def _share(
     seqs: tl.tuple, work: tl.tensor, num_items: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return a program's splits at..end among all splits, the item in which they begin, and that item's first
-    split."""
+    """Return the splits at..end that this program processes, numbered over all items (see `fixed_shares`),
+    the item in which they begin, and the first split of that item."""
     offsets = tl.arange(0, _SEQS_AT_ONCE)
     ends = tl.cumsum(_count_some(seqs, work, offsets, num_items, WINDOW, CHUNKED, SPLIT, MOST, KINDS), 0)
     before = tl.max(ends, 0)
@@ -234,8 +236,9 @@ def fixed_shares(
 ) -> None:  # fmt: skip
     """Compute attention over some splits of sequences with few queries. Grid: (kv_heads, programs).
 
-    `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. A sequence is KINDS
-    items, one for each length of splits. `partial` has ROWS rows for each split of each item."""
+    `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. The queries of a
+    sequence have up to KINDS split lengths; a sequence with one of its lengths is an item. `partial` has ROWS
+    rows for each split of each item."""
     kv_head, num_items = tl.program_id(0), num_seqs * KINDS
     at, end, item, begin = _share(seqs, work, num_items, WINDOW, CHUNKED, SPLIT, MOST, KINDS)
     follow(OVERLAP)

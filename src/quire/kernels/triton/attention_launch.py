@@ -17,7 +17,7 @@ _LOG2_E = 1.4426950408889634
 _DEFAULT_SMS = 4, 1 << 18
 """Multiprocessors and bytes of shared memory for the interpreter; enough for sequences to be split."""
 _WIDE = 256
-"""Head size above which a tile takes half of a multiprocessor's shared memory or more."""
+"""Head size above which a tile needs half of a multiprocessor's shared memory or more."""
 FIXED_SPLIT = 256
 """Keys of the shortest split of the batch-invariant mode; a multiple of every `block_n`."""
 _FIXED_BYTES = 256 << 20
@@ -25,11 +25,11 @@ _FIXED_BYTES = 256 << 20
 _FIXED_ITEMS = 1 << 16
 """Minimum number of counters of the batch-invariant mode. They are allocated once, not in a CUDA graph."""
 MIN_KEYS = 64
-"""Least number of keys per share: with fewer, the merge costs more than the split saves."""
+"""Minimum keys per share (the keys of one program): with fewer, the merge costs more than is saved."""
 
 
 class AttentionShape(NamedTuple):
-    """Tile shape and compile options of a kernel."""
+    """Tile shape of an attention kernel (rows `block_m`, keys `block_n`), and its compile options."""
 
     block_m: int
     block_n: int
@@ -67,7 +67,7 @@ class AttentionLayer(NamedTuple):
 
 # Measured on an H200 with head size 128: benchmarks/kernel_attention.py.
 def tile_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> AttentionShape:
-    """Return the shape for `tiles` if no sequence has more than `most_queries` queries."""
+    """Return the shape of the prefill kernel `tiles` if no sequence has more than `most_queries` queries."""
     wide = layer.head_dim > 128
     rows = triton.next_power_of_2(layer.group)
     if layer.head_dim > _WIDE:
@@ -82,7 +82,7 @@ def tile_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> 
 def share_shape(
     layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, most_queries: int = 1
 ) -> AttentionShape:
-    """Return the shape for `attend_shares` over a cache of `cache_dtype`, if each sequence has at most
+    """Return the shape of split-KV decode over a cache of `cache_dtype`, if each sequence has at most
     `most_queries` or `AttentionLayer.few` queries, whichever is more."""
     rows = max(16, triton.next_power_of_2(layer.group * most_queries))
     wide = layer.head_dim > 128
@@ -96,8 +96,8 @@ def share_shape(
 
 
 def fixed_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> AttentionShape:
-    """Return the shape of the batch-invariant mode. It depends on `most_queries` only in the number of rows
-    and warps: 64 rows have 4 warps."""
+    """Return the shape of the kernels of the batch-invariant mode. Only the number of rows and warps depends
+    on `most_queries`, which does not change results."""
     if dtype == torch.float32 or layer.head_dim > _WIDE:
         return tile_shape(layer, dtype, 0)
     wide, rows = layer.head_dim > 128, triton.next_power_of_2(layer.group)
@@ -107,13 +107,13 @@ def fixed_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) ->
 
 
 def most_splits(layer: AttentionLayer) -> int:
-    """Return the most splits of a sequence in the batch-invariant mode: enough to fill the device with one
-    sequence."""
+    """Return the maximum splits of a sequence in the batch-invariant mode; one sequence can fill the
+    device."""
     return min(max(128 // layer.kv_heads, 16), 64)
 
 
 def shares_of(layer: AttentionLayer, per_sm: int, num_seqs: int, num_sms: int) -> int:
-    """Return the number of shares of a batch's keys for each KV head.
+    """Return the number of shares for each KV head; one program processes each share of a batch's keys.
 
     It is the number of programs that the device runs at once, or half of it if sequences of equal length then
     need no merge. It does not depend on sequence lengths, which change under a captured CUDA graph.
@@ -124,8 +124,8 @@ def shares_of(layer: AttentionLayer, per_sm: int, num_seqs: int, num_sms: int) -
 
 
 def programs_at_once(shape: AttentionShape, row_bytes: int, sm_bytes: int) -> int:
-    """Return the number of programs per multiprocessor, if keys and values of a token take `row_bytes` of
-    shared memory."""
+    """Return the number of programs that a multiprocessor with `sm_bytes` of shared memory runs at once, if
+    the keys and values of a token need `row_bytes`."""
     return max(1, min(shape.per_sm, sm_bytes // (shape.num_stages * shape.block_n * row_bytes)))
 
 
@@ -135,7 +135,8 @@ def cache_of(k_cache: Tensor, v_cache: Tensor) -> Cache:
 
 
 class AttentionArgs(NamedTuple):
-    """Output and inputs of the attention of one layer. `sinks` and `alibi_slopes` are [heads]."""
+    """Output and inputs of the attention of one layer: `out` and `q` are [tokens, heads, head_dim], `sinks`
+    and `alibi_slopes` are [heads]."""
 
     out: Tensor
     q: Tensor
@@ -150,14 +151,15 @@ class AttentionArgs(NamedTuple):
         return _constants(self.layer, self.cache.k.shape[1])
 
     def num_seqs(self, work: Tensor | None) -> int:
-        """Return the number of sequences of `work`; None for all of the batch."""
+        """Return the number of sequences listed in `work`, or that of the batch if `work` is None."""
         return len(self.seqs.seq_lens) if work is None else len(work)
 
 
 def attend_tiles(
     args: AttentionArgs, work: Tensor, reach: Tensor | None, shape: AttentionShape, *, is_fixed: bool = False
 ) -> None:
-    """Compute attention of tiles of queries; with `is_fixed` in the batch-invariant mode."""
+    """Launch the prefill kernel for the tiles in `work` [tiles, 2] (sequence, first query); with `is_fixed`,
+    that of the batch-invariant mode."""
     out, q, cache, seqs, layer, sinks, alibi_slopes = args
     splits = {"SPLIT": FIXED_SPLIT, "MOST": most_splits(layer)} if is_fixed else {}
     launch(fixed.fixed_tiles if is_fixed else kernels.tiles, len(work), layer.kv_heads)(
@@ -191,7 +193,8 @@ def attend_shares(
 
 
 def fits_fixed_shares(layer: AttentionLayer, shape: AttentionShape, num_seqs: int, most_queries: int) -> bool:
-    """Whether the queries of a sequence fit into a tile, and the results of splits into `_FIXED_BYTES`."""
+    """Whether `attend_fixed_shares` supports a batch: the queries of a sequence fit into a tile, and the
+    results of all splits into `_FIXED_BYTES`."""
     rows = num_seqs * min(most_queries, 2) * layer.heads * most_queries * (most_splits(layer) + 2)
     return rows * layer.head_dim * 4 <= _FIXED_BYTES and layer.group * most_queries <= shape.block_m
 
@@ -199,7 +202,8 @@ def fits_fixed_shares(layer: AttentionLayer, shape: AttentionShape, num_seqs: in
 def attend_fixed_shares(
     args: AttentionArgs, work: Tensor | None, shape: AttentionShape, most_queries: int
 ) -> None:
-    """Compute attention of sequences with up to `most_queries` queries, which fill no more than a tile."""
+    """Compute attention of sequences with few queries in the batch-invariant mode. No sequence has more than
+    `most_queries` queries, which fit into a tile. `work` lists the sequences; None selects all."""
     out, q, cache, seqs, layer, sinks, alibi_slopes = args
     num_seqs = args.num_seqs(work)
     kinds, rows, most = min(most_queries, 2), layer.group * most_queries, most_splits(layer)

@@ -66,8 +66,8 @@ def build_launcher(compiled: Any) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Compile the kernel of each job received, until the connection ends. Answer with an empty message on
-    success, otherwise with the error."""
+    """Compile the kernel of each job that is received, until the connection is closed. Answer each job with
+    an empty message on success, otherwise with the error."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             job, reason = connection.recv_bytes(), ""

@@ -23,7 +23,7 @@ _ALIGNED = 16
 
 
 class EncoderShape(NamedTuple):
-    """Tile width and compile options of the kernel."""
+    """Keys per tile, and compile options of the kernel."""
 
     block_n: int
     num_warps: int
@@ -32,7 +32,7 @@ class EncoderShape(NamedTuple):
 
 # Measured on an H200: benchmarks/kernel_vision_encoder.py.
 def shape_of(dtype: torch.dtype, dim: int, height: int) -> EncoderShape:
-    """Return the shape for tiles of `height` queries."""
+    """Return the shape for tiles of `height` queries and heads of size `dim`."""
     if dtype == torch.float32:
         return EncoderShape(32, 4, 1)
     if height <= 64:
@@ -45,7 +45,7 @@ def _load_dims(
     x: tl.tensor, rows: tl.tensor, exists: tl.tensor,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Load [rows, WIDTH] dimensions of a head of DIM, from FIRST on; with MASKED, only rows that exist."""
+    """Load WIDTH dimensions, from FIRST on, of heads of size DIM; with MASKED, only of rows that exist."""
     dims = FIRST + tl.arange(0, WIDTH)
     at = x + rows[:, None] + dims[None, :]
     if MASKED:
@@ -62,8 +62,9 @@ def _accumulate(
     WINDOW: tl.constexpr, DIM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Add the keys first..until to each row's sums: left and right values, maximum score, sum of
-    weights. Unless MASKED, the keys are whole tiles and every row attends to all of them."""
+    """Add the keys first..until to each row's `sums`, and return them: the sums of the left and right part of
+    values, the maximum score and the sum of weights. Unless MASKED, the keys are whole tiles and every row
+    attends to all of them."""
     left, right, most, total = sums
     for at in range(first, until, BLOCK_N):
         places = at + tl.arange(0, BLOCK_N)
@@ -100,8 +101,8 @@ def _tiles(
     WINDOW: tl.constexpr, DIM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute attention of one tile of queries and one head. Scores are in log 2; WINDOW 0 is none.
-    Grid: (tiles, heads)."""
+    """Compute attention of one tile of queries and one head. `tiles` [tiles, 3] is `Spans.tiles`; the tensors
+    are [tokens, heads, DIM]. `scale` includes log2(e); WINDOW 0 is none. Grid: (tiles, heads)."""
     tile = tiles + 3 * tl.program_id(0)
     start, end, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     column = tl.program_id(1) * DIM
@@ -144,7 +145,8 @@ def _tiles(
 
 
 def parts_of(dim: int) -> tuple[int, int]:
-    """Return the sizes of the two parts of a head, each padded to a power of two; 0 if one part is enough."""
+    """Return the sizes of the two parts of a head of size `dim`, each padded to a power of two; the second is
+    0 if one part is enough."""
     left = 1 << (dim.bit_length() - 1)
     right = max(triton.next_power_of_2(dim - left), _LEAST) if dim > left else 0
     return (left, right) if left >= _LEAST and left + right < 2 * left else (max(2 * left, _LEAST), 0)

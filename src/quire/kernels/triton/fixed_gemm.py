@@ -22,7 +22,7 @@ def _multiply(
     size_out: tl.tensor, a_strides: tl.tuple, b_strides: tl.tuple, out_strides: tl.tuple,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile of a b + bias, with matrices of any strides and a bias per column. Grid: (tiles,
+    """Compute a tile of a b + bias for matrices of any strides, with a bias per column. Grid: (tiles,
     batch)."""
     stripes = tl.cdiv(num, ROWS)
     m = tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
@@ -65,7 +65,7 @@ def fixed_bmm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> 
 
 
 def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b for x [..., K] and W [N, K]."""
+    """Return x W^T + b [..., N] for x [..., K], W [N, K] and b [N]."""
     (size_out, size_in), num = weight.shape, math.prod(x.shape[:-1])
     out = x.new_empty(1, num, size_out)
     return fixed_bmm(x.reshape(1, num, size_in), weight.t()[None], out, bias).view(*x.shape[:-1], size_out)

@@ -27,7 +27,7 @@ _GROUPS = 16
 
 
 Plan = RowsPlan | TilesPlan | None
-"""GEMM plan; None is the library's GEMM. `TilesPlan` and None take x in e4m3."""
+"""GEMM plan; None is the library's GEMM. With `TilesPlan` and None, x is quantized to e4m3."""
 
 
 @triton.jit
@@ -35,8 +35,8 @@ def _quantize(
     out: tl.tensor, scales: tl.tensor, x: tl.tensor, size: tl.tensor, stride: tl.tensor,
     GATED: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Quantize GROUPS groups of one row, with one scale per `WIDTH` elements or per row. If `GATED`, x is a
-    gate and an up part, and silu(gate) * up is quantized. Grid: (rows, groups / GROUPS)."""
+    """Quantize GROUPS groups of a row of x, with one scale per `WIDTH` elements (or the row). If `GATED`, a
+    row is a gate and an up part, and silu(gate) * up is quantized. Grid: (rows, groups / GROUPS)."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     follow(OVERLAP)
@@ -73,7 +73,7 @@ def linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
 
 
 def gated(x: Tensor, weight: Scaled) -> Tensor:
-    """Return silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K]."""
+    """Return silu(x G^T) * (x U^T) for x [M, K]; the weight [2N, K] has the rows of G, then those of U."""
     return _linear(x, weight, None, gated=True)
 
 
@@ -90,14 +90,14 @@ def _linear(x: Tensor, weight: Scaled, bias: Tensor | None, *, gated: bool) -> T
 
 @functools.cache
 def is_native() -> bool:
-    """Whether the GPU can run these kernels. Ada has e4m3 tensor cores, too, but the tiles need the shared
-    memory of Hopper."""
+    """Whether the GPU can run the kernels of this module. Ada has e4m3 tensor cores, too, but the tiles need
+    the shared memory of Hopper."""
     return torch.cuda.get_device_capability() >= (9, 0) and has_room()
 
 
 def gated_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
-    """Return `linear` of silu(gate) * up for x [M, 2K], a gate and an up part. The activation is stored only
-    in e4m3. Rows have at least 16 elements."""
+    """Return y W^T + b for W [N, K] and y = silu(gate) * up [M, K], where x [M, 2K] is gate and up side by
+    side. y is stored only in e4m3. M is at least 16."""
     narrow, scale = quantize(x, grouped=weight.is_blocked, gated=True)
     size_out, size_in = weight.data.shape
     plan = _plan(max(len(x), 2), size_out, size_in, 1, weight.is_blocked)
@@ -105,7 +105,7 @@ def gated_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tenso
 
 
 def multiply(x: Tensor, weight: Scaled, bias: Tensor | None, plan: Plan, *, gated: bool = False) -> Tensor:
-    """Multiply by a plan. The library's GEMM (plan None) does not apply the gate."""
+    """Compute `linear` or, if `gated`, the function `gated` by `plan`; with None, the gate is not applied."""
     if not isinstance(plan, RowsPlan):
         narrow, scale = quantize(x, grouped=weight.is_blocked)
         return _multiply_narrow(narrow, scale, weight, bias, plan, x.dtype, gated=gated)
@@ -123,7 +123,7 @@ def _multiply_narrow(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Multiply x in e4m3 with scales `x_scale` by a plan."""
+    """Compute `multiply` for x in e4m3 with its scales `x_scale`; the output has the `dtype`."""
     if not isinstance(plan, TilesPlan):
         return _library_gemm(x, x_scale, weight, bias, dtype)
     data, scale = weight
@@ -176,11 +176,11 @@ _SHAPES_OF_BLOCKS = [
            TilesPlan(64, 64, 128, 2, 4, 5), TilesPlan(128, 128, 128, 1, 8, 4)),
 ]  # fmt: skip
 _REST = TilesPlan(128, 128, 128, 1, 8, 4)
-"""Plan for more rows where the library does not support the shape."""
+"""Plan for more rows of x than in `_SHAPES`, if the library does not support the shape of the weight."""
 
 
 def _plan(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> Plan:
-    """Return the plan; in the batch-invariant mode, tiles without split-K for any number of rows."""
+    """Return `choose`; in the batch-invariant mode, tiles without split-K for any number of rows."""
     if not batch_invariant.is_on():
         return choose(num, size_out, size_in, parts, blocked)
     plan = choose(max(num, 2), size_out, size_in, parts, blocked)

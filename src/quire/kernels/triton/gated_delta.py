@@ -25,8 +25,8 @@ def delta_short(
     ALL: tl.constexpr, STATES: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Update the state of one head with each token of a short sequence and compute the outputs. Grid:
-    (sequences, heads, value_dim / BLOCK_DIM)."""
+    """Update the state of one head with each token of a short sequence and compute the outputs. Tensors have
+    the shapes of `StateReference.delta`. Grid: (sequences, heads, value_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n = tl.arange(0, BLOCK_KEY)
@@ -109,16 +109,16 @@ def log_decays(
     a: tl.tensor, token: tl.tensor, stride: tl.tensor, head: tl.tensor, live: tl.tensor, rate: tl.tensor,
     bias: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return the log decay of the state at each token of a chunk."""
+    """Return the log decay of a head's state at each `token` [CHUNK] of a chunk; 0 if it is not `live`."""
     step = tl.load(a + token * stride + head, mask=live, other=0.0).to(tl.float32)
     return tl.where(live, softplus(step + tl.load(bias + head)) * tl.load(rate + head), 0.0)
 
 
 @triton.jit
 def inverse(system: tl.tensor, i: tl.tensor, LEVELS: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
-    """Return the inverse of 1 + `system`, which is strictly lower triangular. Diagonal blocks are inverted
-    and doubled level by level; the lower left is -(inverse of the lower right) (lower left) (inverse of the
-    upper left)."""
+    """Return the inverse of 1 + `system`, a strictly lower triangular matrix. Inverses of diagonal blocks are
+    computed level by level, from blocks of half the size. The lower left of an inverse is -(inverse of the
+    lower right) (lower left) (inverse of the upper left)."""
     result = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for level in tl.static_range(LEVELS):
         whole = (i[:, None] >> (level + 1)) == (i[None, :] >> (level + 1))
@@ -175,8 +175,8 @@ def delta_chunks(
     STATES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute outputs chunk by chunk, with the state in registers. Grid: (longer sequences, heads, value_dim
-    / BLOCK_DIM)."""
+    """Compute the outputs of a longer sequence for one head, chunk by chunk with the state in registers, from
+    `by_key` and `by_value` of `delta_solve`. Grid: (longer sequences, heads, value_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n, i = tl.arange(0, BLOCK_KEY), tl.arange(0, CHUNK)

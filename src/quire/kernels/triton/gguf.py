@@ -1,8 +1,8 @@
 """GEMM with packed GGUF weights (`gguf_layout.py`), x W^T; codes are dequantized in registers.
 
-`rows` is for one row of x; each thread holds a unit of some weight rows. `tiles` dequantizes tiles of the
-weight for the tensor cores. With many rows of x, the weight is unpacked, a part at a time, for the library's
-GEMM.
+A unit is 16 or 32 columns of a weight row. `rows` is for one row of x; each thread has a unit of some weight
+rows in registers. `tiles` dequantizes tiles of the weight for the tensor cores. With many rows of x, the
+weight is unpacked in parts for the library's GEMM. In shapes, R is a number of weight rows and U of units.
 """
 
 import triton
@@ -20,7 +20,7 @@ _TILE = tl.constexpr(TILE)
 
 @triton.constexpr_function
 def _first_code(q: int, form: DecodeForm) -> int:
-    """Return the index in a word of the first code of columns 8 q.. of a unit; see `gguf_layout.placed`."""
+    """Return the index in a 32-bit word of the first code of columns 8 q..; see `gguf_layout.placed`."""
     return q % 2 * 2 ** (form.unit == 32) + q // 2 if form.words == 4 else q * (8 // form.words)
 
 
@@ -29,8 +29,8 @@ def _add_code(
     sums: tl.tensor, excess: tl.tensor, words: tl.tensor, high: tl.tensor, powers: tl.tensor, x: tl.tensor,
     S: tl.constexpr, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Add code S of each word times x [U, words] to `sums` [R, U, words], and the excess of the unconverted
-    codes to `excess` [U, words]."""
+    """Add code S of each 32-bit word times x [U, words] to `sums` [R, U, words], and x times the excess of
+    the codes (see `gguf_decode.py`) to `excess` [U, words]."""
     sums += number_of(words, high, powers, S, FORM) * x[None]
     if FORM.book == "":
         excess += x * (1 << FORM.low * (FORM.reach - 1 - S % FORM.reach))
@@ -77,7 +77,7 @@ def _add_units(
     u: tl.tensor, units: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add the products of weight rows n with units u of x to `acc` [R, U]."""
+    """Add the products of units `u` [U] of weight rows `n` [R] with those of x to `acc` [R, U]."""
     exists = inside[:, None] & (u < units)[None, :]
     high = high_of(bits, n, u, exists, units, FORM)
     scale, low = scales_of(bits, n, u, exists, units, FORM)
@@ -105,7 +105,7 @@ def _load_words(
     units: tl.tensor,
     FORM: tl.constexpr, TWO: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Load the words of rows n and, with TWO tiles, those of the second tile."""
+    """Load the words of weight rows `n` and, with TWO, those of the rows `second` of the second tile."""
     words = words_of(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
     if TWO:
         return words, words_of(bits, second, u, inside2[:, None] & (u < units)[None, :], units, FORM)
@@ -122,8 +122,8 @@ def rows(
 ) -> None:  # fmt: skip
     """Multiply one row of x by one or TWO tiles of weight rows. Grid: (size_out / rows, rows of out).
 
-    With an activation, the second tile is the up part. If TOP > 0, a row of out is a (token, expert) pair:
-    its token is pair / TOP, its expert is in `ids`.
+    With an ACTIVATION, the first tile is of the gate projection and the second of the up projection. If TOP >
+    0, a row of out is a (token, expert) pair, of token pair / TOP and expert ids[pair].
     """
     pair, units, u = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS)
     GATED: tl.constexpr = ACTIVATION != ""
@@ -181,7 +181,7 @@ def _dequantize_eight(
     words: tl.tensor, high: tl.tensor, powers: tl.tensor, scale: tl.tensor, low: tl.tensor,
     Q: tl.constexpr, FORM: tl.constexpr, kind: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return columns 8 Q.. of units, dequantized: [R, U * 8]."""
+    """Return the dequantized columns 8 Q to 8 Q + 7 of units, [R, U * 8] of dtype `kind`."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1]
     S: tl.constexpr = _first_code(Q, FORM)
@@ -217,7 +217,8 @@ def _dequantize_eight(
 def _load_units(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Load words and high bits of units u of rows n, and the factor and offset of `_dequantize_code`."""
+    """Load the words and high bits of units `u` of weight rows `n`, and the `scale` and `low` of
+    `_dequantize_code`."""
     words, high = words_of(bits, n, u, exists, units, FORM), high_of(bits, n, u, exists, units, FORM)
     scale, low = scales_of(bits, n, u, exists, units, FORM)
     if FORM.book == "":
@@ -235,7 +236,8 @@ def unpack(
     out: tl.tensor, bits: tl.tuple, ids: tl.tensor, first_row: tl.tensor, num: tl.tensor, columns: tl.tensor,
     FORM: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Dequantize rows from `first_row` on, or if CHOSEN the rows `ids`. Grid: (num / ROWS, units / UNITS)."""
+    """Dequantize `num` weight rows from `first_row` on, or if CHOSEN the rows `ids`, to `out` [num, columns].
+    Grid: (num / ROWS, units / UNITS)."""
     i, u = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     follow(OVERLAP)
     n = tl.load(ids + i, mask=i < num, other=0) if CHOSEN else first_row + i
@@ -256,7 +258,8 @@ def _dot_tile(
     at: tl.tensor, units: tl.tensor,
     FORM: tl.constexpr, UNITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add the products of weight rows n with UNITS units of x from `at` on to `acc` [R, NUM]."""
+    """Add to `acc` [R, NUM] the products of units `at`.. of weight rows `n` [R] with those of NUM rows of
+    x."""
     u, k = at + tl.arange(0, UNITS), at + tl.arange(0, UNITS * _EIGHT) // _EIGHT
     words, high, scale, low = _load_units(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
     valid = exists[:, None] & (k < units)[None, :]
@@ -269,7 +272,7 @@ def _dot_tile(
 
 @triton.jit
 def all_of(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
-    """Return the sum of the split-K parts at `parts`, which are `size` elements apart."""
+    """Return the sum of the split-K results at `parts`, which are `size` elements apart."""
     acc = tl.zeros(inside.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         acc += tl.load(parts + split * size, mask=inside, other=0.0, cache_modifier=".cg")
@@ -281,8 +284,8 @@ def pairs_at(
     order: tl.tensor, work: tl.tensor, tile: tl.tensor, size_out: tl.tensor,
     NUM: tl.constexpr, ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the (token, expert) pairs of a tile, its outputs, whether the pairs exist, and the first weight
-    row of the pairs' expert."""
+    """Return the (token, expert) pairs [NUM] of a tile, its outputs [ROWS], whether the pairs exist, and the
+    first weight row of their expert."""
     stripes = tl.cdiv(size_out, ROWS)
     entry, n = tile // stripes, tile % stripes * ROWS + tl.arange(0, ROWS)
     valid, at = entry < tl.load(work), work + 4 + 4 * entry
@@ -299,9 +302,9 @@ def tiles(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile as `_tiles` of matmul.py does; `splits` holds split-K parts and arrivals. Up rows follow
-    gate rows. If TOP > 0, a row of out is a (token, expert) pair of token pair / TOP, and `pairs` holds the
-    sorted pairs (`moe_align.Sorted`). Grid: (tiles, SPLITS)."""
+    """Compute a tile as `_tiles` of matmul.py does; `splits` are split-K results and arrival counters. The
+    rows of the up projection follow those of the gate. If TOP > 0, a row of out is a (token, expert) pair, of
+    token pair / TOP, and `pairs` are the sorted pairs (`moe_align.Sorted`). Grid: (tiles, SPLITS)."""
     GATED: tl.constexpr = ACTIVATION != ""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     follow(OVERLAP)

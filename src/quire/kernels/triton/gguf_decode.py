@@ -35,13 +35,13 @@ class DecodeForm(NamedTuple):
 
 @triton.constexpr_function
 def offset_of(bits: int, is_half: bool) -> int:
-    """Return the offset that is added to a group's zero, so that it can be subtracted from an unconverted
-    code."""
+    """Return the offset that is added to the zero point of a group. The sum is subtracted from a code whose
+    bits are in the mantissa of a float, and which therefore has the same offset."""
     return 1024 if is_half else 128 if bits == 4 else -128
 
 
 class Bits(NamedTuple):
-    """Tensors of `gguf_layout.Planes`."""
+    """The tensors of `gguf_layout.Planes` with these names."""
 
     low: Any
     high: Any
@@ -54,7 +54,7 @@ class Bits(NamedTuple):
 def words_of(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Load the low bits of units u [U] of rows n [R]: [R, U, words]."""
+    """Load the low bits of the codes of units `u` [U] of weight rows `n` [R]: [R, U, words] int32."""
     WORDS: tl.constexpr = FORM.words
     j = tl.arange(0, WORDS)[None, None, :]
     if WORDS == 1:
@@ -71,8 +71,8 @@ def words_of(
 def beside_of(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Load the high bits of 4 words of units u [U] of rows n [R], two bytes for the two halves of a word: [R,
-    U, 4]."""
+    """Load the high bits of the codes in 4 words of units `u` [U] of weight rows `n` [R]: [R, U, 4]. An
+    element has two bytes, for the two halves of a word."""
     STRIDE = tl.cdiv(units * FORM.high, 4) * 8
     at = (u // 2 if FORM.high == 1 else u)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     at = tl.max_contiguous(at + n.to(tl.int64)[:, None, None] * STRIDE, [1, 2, 4])  # as in `words_of`
@@ -84,8 +84,8 @@ def beside_of(
 def high_of(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Load the high bits of units u of rows n: [R, U, words]; the lowest bits of an element are those of one
-    word's codes."""
+    """Load the high bits of units `u` [U] of weight rows `n` [R]: [R, U, words]. The lowest bits of an
+    element are the high bits of the codes of one word."""
     if FORM.high == 0:
         return tl.zeros([1, 1, 1], tl.int32)
     elif FORM.words == 4:
@@ -103,8 +103,8 @@ def high_of(
 def scales_of(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load the scales and lows [R, U] of units u of rows n; for `halved` formats, the scales of both
-    halves."""
+    """Load the scales and lows (the subtracted minima) of units `u` [U] of weight rows `n` [R], each [R, U].
+    For `halved` formats, load the scales of both halves of a unit."""
     PER_UNIT: tl.constexpr = 2 if FORM.lows or FORM.halved else 1
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
@@ -140,8 +140,8 @@ def _shift_right(bits: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
 def number_of(
     words: tl.tensor, high: tl.tensor, powers: tl.tensor, S: tl.constexpr, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Return code S of each word divided by 2^bits, plus an excess of 2^depth; for `book` formats, the table
-    value.
+    """Return code S of each word divided by a power of two, plus an excess that is a power of two; for `book`
+    formats, return the value from the table.
 
     The powers of two are loaded, because constants would cost one more instruction.
     """

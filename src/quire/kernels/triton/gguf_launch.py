@@ -27,9 +27,9 @@ _UNPACKED_ROWS, _UNPACKED_COLUMNS = 16, 256
 _MOST_ROWS = 128
 """Maximum rows of x for GEMMs with packed weights; with more, weights are unpacked first."""
 _PROGRAMS = 396
-"""Programs that keep a large GPU busy: three per multiprocessor."""
+"""Number of programs that keep a large GPU busy: three per multiprocessor."""
 _REACH = {2: 4, 4: 3, 8: 2}
-"""`DecodeForm.reach` by the low bits of a code."""
+"""`DecodeForm.reach` by the number of low bits of a code."""
 
 
 class GGUFRowsPlan(NamedTuple):
@@ -44,7 +44,8 @@ Plan = GGUFRowsPlan | WholeRows | TilesPlan | None
 
 
 def linear(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Return x W^T + b for x [M, K]; `out` may be some columns of a wider tensor."""
+    """Return x W^T + b [M, N] for x [M, K]. It is written to `out` if this is not None, which may be some
+    columns of a wider tensor."""
     if out is None:
         out = torch.empty(len(x), planes.rows, dtype=x.dtype, device=x.device)
     plan = _plan(x, planes, 1)
@@ -54,7 +55,7 @@ def linear(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor | 
 
 
 def gated(x: Tensor, planes: Planes, activation: str = "silu") -> Tensor:
-    """Return act(x G^T) * (x U^T) for W = G over U, each of which has whole tiles."""
+    """Return act(x G^T) * (x U^T) for x [M, K]; the weight has the rows of G, then of U, in whole tiles."""
     plan = _plan(x, planes, 2)
     if plan is None:
         return gated_of(linear(x, planes), activation)
@@ -69,7 +70,7 @@ def multiply(
     activation: str = "",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply by a plan; with an activation, compute `gated`."""
+    """Compute `linear` with the kernel of `plan`, or with an `activation` compute `gated`."""
     num, size_out, size_in = len(x), planes.rows // (2 if activation else 1), planes.columns
     if out is None:
         out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
@@ -92,7 +93,7 @@ def mix(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute `mix` of kernels/reference/moe.py; the weights of the experts are concatenated."""
+    """Compute `mix` of kernels/reference/moe.py; the weights have the rows of all experts, concatenated."""
     num, top, inner = len(x), ids.shape[1], down.columns
     if not num:
         return torch.empty_like(x)
@@ -195,7 +196,7 @@ def _descriptor(x: Tensor, plan: TilesPlan) -> TensorDescriptor:
 
 
 def rows(ids: Tensor, planes: Planes, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized rows of `ids` [T]: [T, columns]."""
+    """Return the dequantized weight rows `ids` [T]: [T, columns]."""
     out = torch.empty(len(ids), planes.columns, dtype=dtype, device=ids.device)
     if len(ids):
         _launch_unpack(out, planes, ids, 0, height=1)
@@ -203,7 +204,7 @@ def rows(ids: Tensor, planes: Planes, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(planes: Planes, dtype: torch.dtype, first: int = 0, num: int | None = None) -> Tensor:
-    """Return `num` dequantized rows from `first` on."""
+    """Return `num` dequantized weight rows from `first` on, [num, columns]; None: all of them."""
     num = planes.rows - first if num is None else num
     out = torch.empty(num, planes.columns, dtype=dtype, device=planes.data.device)
     _launch_unpack(out, planes, None, first, height=_UNPACKED_ROWS)
@@ -245,7 +246,8 @@ def _form_of(name: str) -> DecodeForm:
 
 
 def whole_bits_of(planes: Planes) -> Bits:
-    """Return the planes with scales and subs viewed as integers; two scales or subs become one integer."""
+    """Return the planes of a weight with scales and sub-scales viewed as integers; two of them that belong
+    together are one integer."""
     form, bits = KINDS[planes.kind], bits_of(planes)
     scales = planes.scales.view(torch.int32 if form.lows or form.halved else torch.int16)
     return bits._replace(scales=scales, subs=planes.subs.view(torch.int16) if form.subs else planes.subs)
@@ -256,7 +258,8 @@ def bits_of(planes: Planes) -> Bits:
 
 
 def _uses_gguf_tiles(form: DecodeForm, x: Tensor) -> bool:
-    """Whether `gguf_tiles` supports the case: codes are dequantized in pairs and tiles are loaded by TMA."""
+    """Whether `gguf_tiles`, which dequantizes codes in pairs and loads tiles by TMA, supports format and
+    x."""
     return gguf_tiles.takes(form) and x.dtype.itemsize == 2 and has_room()
 
 
@@ -270,8 +273,8 @@ def _plan(x: Tensor, planes: Planes, parts: int) -> Plan:
 
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int, *, fixed: bool = False) -> Plan:
-    """Return the plan for `num` rows of x and a weight of this shape; `parts` is 2 for gate and up. A `fixed`
-    plan does not depend on the number of rows."""
+    """Return the plan for `num` rows of x and a weight [size_out, size_in]; `parts` is 2 for gate and up. A
+    `fixed` plan does not depend on the number of rows."""
     if fixed and num:
         return TilesPlan(64, 128, 128, 1, 8, 2)
     if not 0 < num <= _MOST_ROWS:
@@ -290,7 +293,7 @@ def _one_row(planes: Planes) -> GGUFRowsPlan | WholeRows:
 
 @functools.cache
 def choose_experts(num_pairs: int, num_experts: int, *, fixed: bool = False) -> TilesPlan | None:
-    """Return the plan for (token, expert) pairs; with None, each pair is multiplied on its own. A `fixed`
+    """Return the plan for `num_pairs` (token, expert) pairs; None: multiply each pair on its own. A `fixed`
     plan does not depend on the number of pairs."""
     mean = num_pairs / num_experts
     if fixed:

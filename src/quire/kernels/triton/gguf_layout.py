@@ -1,8 +1,8 @@
 """GPU layout of GGUF weights: the blocks of a file are split into planes.
 
-A unit is 16 or 32 columns of a row that share a scale; a thread multiplies one unit. The low bits of its
-codes are whole words, the high bits one number. Values that a unit has once, such as its scale, are
-interleaved for `TILE` rows.
+A unit is 16 or 32 columns of a row with the same scale; a thread multiplies one unit. The low bits of its
+codes fill whole 32-bit words, and the high bits are one number. Values that a unit has once, such as its
+scale, are interleaved for `TILE` rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,20 +22,20 @@ _ALIGNMENT = 128
 
 
 class Kind(NamedTuple):
-    """Layout of a ggml type: a weight is scale * (code - zero) - low, or scale * a table value (`book`)."""
+    """Layout of a ggml type. A weight is scale * (code - zero) - low, or with a `book` scale * book[code]."""
 
     stored_bytes: int
     stored_columns: int
     low: int
-    """Bits of a code in the words."""
+    """Number of low bits of a code, which are stored in words."""
     high: int
-    """Bits of a code in the plane of high bits."""
+    """Number of high bits of a code, which are stored in a plane of their own."""
     unit: int
     zero: int = 0
     lows: bool = False
     subs: str = ""
-    """Scales of units: integers that multiply a scale per 256 columns, in `bytes`, or scale and low in one
-    byte (`nibbles`). Empty: only scales per 32 columns."""
+    """Storage of the sub-scales of units, integers that multiply a scale per 256 columns: `bytes`, or
+    `nibbles` with scale and low in one byte. Empty: there are only scales per 32 columns."""
     halved: bool = False
     """Whether each half of a unit has its own sub-scale; the scale of the 256 columns is then stored
     twice."""
@@ -45,19 +45,19 @@ class Kind(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Return the number of words per unit."""
+        """Return the number of 32-bit words with the low bits of a unit."""
         return self.unit * self.low // 32
 
 
 class GGUFPlanes(NamedTuple):
-    """Rows split into planes, each [rows, ...]."""
+    """Rows of a GGUF weight, split into planes."""
 
     codes: Tensor
     """[rows, columns] uint8"""
     scales: Tensor
-    """[rows, columns / 32 or 256, 1 or 2]: scales, and lows if there are any"""
+    """[rows, columns / 32 or 256, 1 or 2]: scales, and lows if the type has them"""
     subs: Tensor | None = None
-    """[rows, units, 1 or 2] int8"""
+    """[rows, units, 1 or 2] int8: sub-scales, and lows if the type has them"""
 
 
 KINDS = {
@@ -89,10 +89,11 @@ class Planes(NamedTuple):
     rows: int
     columns: int
     low: Tensor
-    """[rows, units, words] int32; with one word per unit, [rows / TILE, units, TILE]"""
+    """[rows, units, words] int32: low bits of the codes; with one word per unit, [rows / TILE, units,
+    TILE]"""
     high: Tensor
-    """[rows / TILE, units, TILE] int16; with 4 words per unit, [rows, `high_stride`] int16: a byte has the
-    high bits of the codes of half a word; with one bit per code, its upper half is for the next unit"""
+    """[rows / TILE, units, TILE] int16: high bits of the codes. With 4 words per unit, [rows, `high_stride`]
+    int16: a byte is for half a word; with one bit per code, its upper half belongs to the next unit."""
     subs: Tensor
     """[rows / TILE, units, TILE, 1 or 2] int8"""
     scales: Tensor
@@ -103,7 +104,7 @@ class Planes(NamedTuple):
 
 
 def pack(parts: Sequence[Tensor], kind: str, device: torch.device) -> Planes:
-    """Return the packed weight of `parts`, each [rows, bytes] as in a GGUF file, concatenated by rows."""
+    """Return the packed weight whose rows are those of all `parts`, each [rows, bytes] as in a GGUF file."""
     form = KINDS[kind]
     rows = sum(len(part) for part in parts)
     columns = parts[0].shape[1] // form.stored_bytes * form.stored_columns
@@ -119,7 +120,7 @@ def pack(parts: Sequence[Tensor], kind: str, device: torch.device) -> Planes:
 
 
 def _align_parts(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the parts such that each begins with a whole tile."""
+    """Return `parts`; if some part does not begin at a multiple of TILE rows, concatenate them to one."""
     return [torch.cat(list(parts))] if any(len(part) % TILE for part in parts[:-1]) else parts
 
 
@@ -149,7 +150,7 @@ def _allocate(kind: str, rows: int, columns: int, device: torch.device) -> Plane
 
 
 def high_stride(form: Kind, units: int) -> int:
-    """Return the row stride of high bits with 4 words per unit; TMA requires multiples of 16 bytes."""
+    """Return the row stride in int16 of high bits with 4 words per unit; TMA needs multiples of 16 bytes."""
     return -(-units * form.high // 4) * 8
 
 
@@ -173,7 +174,7 @@ def _pack_high(high: Tensor, form: Kind, stride: int) -> Tensor:
 
 
 def _fill(planes: Planes, at: int, blocks: GGUFPlanes) -> None:
-    """Write rows from `at` on, a multiple of TILE."""
+    """Write `blocks` to the rows of `planes` from `at` on, a multiple of TILE."""
     form, num = KINDS[planes.kind], len(blocks.codes)
     codes = placed(blocks.codes, form)
     low = in_bits(codes & ((1 << form.low) - 1), form.low).view(torch.int32).flatten(2)
@@ -207,7 +208,7 @@ def placed(codes: Tensor, form: Kind) -> Tensor:
 
 
 def in_bits(codes: Tensor, bits: int) -> Tensor:
-    """Pack the last axis into consecutive bits: [..., bytes]."""
+    """Pack the last axis of codes [..., n], `bits` bits each, without gaps: [..., bytes] uint8."""
     if bits == 8:
         return codes.contiguous()
     parts: Tensor = codes.unflatten(-1, (-1, 8 // bits))
@@ -232,14 +233,14 @@ def _float16s(block: Tensor, *at: int) -> Tensor:
 
 
 def _read_codes(codes: Tensor, width: int, *shifts: int, bits: int) -> Tensor:
-    """Return `bits` bits of runs of `width` bytes, each run once per shift."""
+    """Return `bits` bits of each byte, shifted right. A run of `width` bytes gives a run for each shift."""
     runs: Tensor = codes.unflatten(-1, (-1, 1, width))
     by = torch.tensor(shifts, dtype=torch.uint8, device=codes.device).view(-1, 1)
     return (runs >> by & ((1 << bits) - 1)).flatten(-3)
 
 
 def _q4_q5(block: Tensor, *, lows: bool, fifth: bool) -> GGUFPlanes:
-    """Read blocks of Q4_0, Q4_1, Q5_0 and Q5_1."""
+    """Split blocks [rows, blocks, bytes] of Q4_0, Q4_1, Q5_0 or Q5_1 into planes."""
     heads = _float16s(block, 0, 2) if lows else _float16s(block, 0)
     if lows:
         heads[..., 1].neg_()
@@ -296,7 +297,7 @@ def _iq4_xs(block: Tensor) -> GGUFPlanes:
 
 
 def _mxfp4(block: Tensor) -> GGUFPlanes:
-    """Read blocks of MXFP4; scales are exponents, and bfloat16 represents them down to its subnormals."""
+    """Split blocks of MXFP4 into planes. Scales are powers of two, which bfloat16 represents exactly."""
     exponents = block[..., :1].to(torch.int32)
     bits = torch.where(exponents > 0, exponents << 23, 1 << 22)
     codes = _read_codes(block[..., 1:], 16, 0, 4, bits=4)
@@ -304,7 +305,7 @@ def _mxfp4(block: Tensor) -> GGUFPlanes:
 
 
 def _grid(block: Tensor, *, kind: str) -> GGUFPlanes:
-    """Read blocks of IQ2 and IQ3."""
+    """Split blocks of IQ2 and IQ3 into planes."""
     codes, scales, subs = read_grid_blocks(block.flatten(1), kind)
     return GGUFPlanes(codes, scales[..., None], subs[..., None])
 

@@ -11,9 +11,9 @@ from quire.kernels.triton.gguf_rows import WholeRows
 from quire.kernels.triton.matmul import TilesPlan
 
 MOST_ROWS = 512
-"""Most rows of x for tiles; with more, the weight is unpacked first."""
+"""Maximum rows of x for tiles; with more, the weight is unpacked first."""
 _MOST_UNITS = 2048
-"""Most units of a row that a program can hold."""
+"""Maximum units of a weight row that a program can load into registers."""
 _WHOLE = {
     (32, False): {
         128: WholeRows(528, 4),
@@ -23,14 +23,14 @@ _WHOLE = {
     (16, False): {256: WholeRows(528, 8, two=False), _MOST_UNITS: WholeRows(132, 16, two=False)},
     (32, True): {128: WholeRows(264, 4), _MOST_UNITS: WholeRows(132, 16, two=False)},
 }
-"""Plans by columns of a unit and presence of high bits, then by the most units of a row."""
+"""Plans by (columns of a unit, whether codes have high bits), then by the maximum units of a row."""
 _WHOLE_GATED_BYTES = WholeRows(396, 8)
 """Plan for 8-bit gate and up with up to 256 units."""
 
 
 class _Shapes(NamedTuple):
-    """Tiles of a single weight and of gate with up, and the most programs; lengths are for units of 32
-    columns."""
+    """Tiles of a single weight, tiles of gate with up, and the maximum number of programs. The lengths of the
+    tiles are for units of 32 columns."""
 
     one: TilesPlan
     gated: TilesPlan | None
@@ -52,9 +52,9 @@ _WIDE = TilesPlan(128, 256, 128, 1, 8, 3)
 def choose(
     num: int, size_out: int, size_in: int, parts: int, unit: int, *, high: bool = False, fixed: bool = False
 ) -> WholeRows | TilesPlan | None:
-    """Return the plan for `num` rows of x and a weight of this shape, with `unit` columns per unit and `high`
-    bits or not. `parts` is 2 for gate and up. None: unpack the weight, or multiply gate and up as one
-    weight. The tiles of a `fixed` plan add in one order, whatever their height."""
+    """Return the plan for `num` rows of x and a weight [size_out, size_in] with `unit` columns per unit;
+    `high` says whether its codes have high bits. `parts` is 2 for gate and up. None: unpack the weight, or
+    multiply gate and up as one weight. The tiles of a `fixed` plan of any height add in one order."""
     units = triton.cdiv(size_in, unit)
     if fixed:
         height = 16 if num <= 16 else 32 if num <= 32 else 64 if num <= 64 or parts == 2 else 128

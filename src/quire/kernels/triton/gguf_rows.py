@@ -1,8 +1,8 @@
 """GEMV of one row of x with packed GGUF weights (`gguf_layout.py`) of types without a table, in integers.
 
-A thread holds one unit of each weight row and of x. x is quantized to 16 bits, in steps of 1/32,512 of the
-unit's maximum, as a high and a low byte. Four codes are multiplied at once (dp4a) without a relevant loss of
-precision.
+A thread has one unit of each weight row and of x in registers. x is quantized to 16 bits, in steps of
+1/32,512 of the unit's maximum, as a high and a low byte. Four codes are multiplied at once (dp4a) without a
+relevant loss of precision. In shapes, R is a number of weight rows and U of units (16 or 32 columns).
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from quire.kernels.triton.launch import follow
 
 
 class WholeRows(NamedTuple):
-    """Plan for `rows`: the most programs, the warps, and one or two tiles of rows at a time."""
+    """Plan for `rows`: maximum programs, warps, and whether a program multiplies two tiles at a time."""
 
     programs: int
     warps: int
@@ -25,7 +25,7 @@ class WholeRows(NamedTuple):
 
 
 def programs(size_out: int, plan: WholeRows, *, gated: bool) -> int:
-    """Return the number of programs such that all have the same number of steps."""
+    """Return the number of programs for `size_out` outputs, so that all have about as many steps."""
     steps = triton.cdiv(size_out, TILE * 2 if plan.two and not gated else TILE)
     return int(triton.cdiv(steps, triton.cdiv(steps, plan.programs)))
 
@@ -79,7 +79,7 @@ def _shift_left(word: tl.tensor, BY: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _duplicate_bytes(bytes: tl.tensor) -> tl.tensor:
-    """Return words that contain each of the lower two bytes of `bytes` twice."""
+    """Return words with the lower two bytes of `bytes`, each twice."""
     if _INTERPRETED:
         first, second = bytes & 0xFF, bytes & 0xFF00
         return first | first << 8 | second << 8 | second << 16
@@ -90,7 +90,7 @@ def _duplicate_bytes(bytes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _word_codes(word: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tensor:
-    """Return the codes of the first or second half of a unit, as bytes."""
+    """Return the codes of a word and its high bits for the first or SECOND half of a unit, as four bytes."""
     code = word
     if FORM.low == 4:
         code = word >> 4 * SECOND & 0x0F0F0F0F
@@ -104,7 +104,8 @@ def _word_codes(word: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: 
 
 @triton.jit
 def _unit_codes(words: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tuple:
-    """Return the codes of 4 words, [R, U, 4], as four tensors of bytes."""
+    """Return the codes of the first or SECOND half of a unit from its 4 words [R, U, 4]: four tensors [R, U]
+    with four codes each, as bytes."""
     a, b, c, d = _split_four(words)
     e, f, g, h = _split_four(beside)
     return (
@@ -117,7 +118,7 @@ def _unit_codes(words: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM:
 
 @triton.jit
 def _pack_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """Pack the low bytes of two runs of 8 columns, [U, 8], in the order of the codes of 4 words: [U, 4]."""
+    """Pack the low bytes of two runs of 8 columns, each [U, 8], to [U, 4] in the order of `_unit_codes`."""
     U: tl.constexpr = first.shape[0]
     even, odd = tl.split(tl.reshape(first & 255 | (second & 255) << 8, [U, 4, 2]))
     return even | odd << 16
@@ -140,7 +141,7 @@ def _round(x: tl.tensor, times: tl.tensor) -> tl.tensor:
 def _quantize_sixteen(
     x: tl.tensor, u: tl.tensor, valid: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr
 ) -> tl.tuple:
-    """Return columns 8 Q.. of units of x in integers: high bytes, low bytes, and the sum."""
+    """Return 16 columns of units of x, from 8 Q on, as integers: high bytes, low bytes, and the sum."""
     a, b = (
         _round(_load_eight(x, u, valid, Q, UNIT), times),
         _round(_load_eight(x, u, valid, Q + 1, UNIT), times),
@@ -150,7 +151,8 @@ def _quantize_sixteen(
 
 @triton.jit
 def _quantize_units(x: tl.tensor, u: tl.tensor, valid: tl.tensor, UNIT: tl.constexpr) -> tl.tuple:
-    """Quantize units of x: return the bytes of their first and second half, the step, and the sums."""
+    """Quantize units `u` of x. Return the high and low bytes of their first halves, those of their second
+    halves, the step [U], and the sums of both halves."""
     most = tl.zeros(u.shape, tl.float32)
     for q in tl.static_range(UNIT // 8):
         most = tl.maximum(most, tl.max(tl.abs(_load_eight(x, u, valid, q, UNIT)), 1))
@@ -165,7 +167,7 @@ def _quantize_units(x: tl.tensor, u: tl.tensor, valid: tl.tensor, UNIT: tl.const
 
 @triton.jit
 def _to_float(word: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Return the lower half of each word, a float of type KIND, in float32."""
+    """Return the lower 16 bits of each word, a float of type KIND, in float32."""
     return word.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
 
 
@@ -174,8 +176,8 @@ def _load_units(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, valid: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Load words of units u of rows n, their high bits, scales and subs; two scales or subs are one
-    integer."""
+    """Load the words of units `u` of weight rows `n`, their high bits, scales and sub-scales; two scales or
+    two sub-scales of a unit are one integer."""
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     words = words_of(bits, n, u, valid, units, FORM)
     if FORM.group > 0:
@@ -197,7 +199,7 @@ def _load_units(
 
 @triton.jit
 def _dot_tile(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """Return the products of a tile of weight rows with x: [TILE]."""
+    """Return the products [TILE] of weight rows (from `_load_units`) with x (from `_quantize_units`)."""
     words, beside, heads, subs = held
     high, low, high2, low2, step, total, more = x
     codes = _unit_codes(words, beside, 0, FORM)
@@ -241,9 +243,9 @@ def rows(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr,
     UNITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply a row of x by one or TWO tiles of weight rows at a time; with an activation the second tile is
-    the up part. If TOP > 0, a row of out is a (token, expert) pair: its token is pair / TOP, its expert is in
-    `ids`. Grid: (programs, rows of out)."""
+    """Multiply a row of x by one or TWO tiles of weight rows at a time; with an ACTIVATION, these are tiles
+    of the gate and of the up projection. If TOP > 0, a row of out is a (token, expert) pair, of token pair /
+    TOP and expert ids[pair]. Grid: (programs, rows of out)."""
     GATED: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
     pair, stride, start = tl.program_id(1), tl.num_programs(0), 0

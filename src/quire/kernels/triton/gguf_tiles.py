@@ -22,29 +22,30 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def halves(words: Tensor, rows: int, units: int) -> TensorDescriptor:
-    """Return a descriptor of tiles of the halves of words [size_out, units, 4]."""
+    """Return a TMA descriptor of tiles [rows, units] of the 16-bit halves of words [size_out, units, 4]."""
     return tiled(words.view(torch.int16).flatten(1), rows, units * 8)
 
 
 def beside(high: Tensor, rows: int, units: int, bits: int) -> TensorDescriptor:
-    """Return a descriptor of tiles of `gguf_layout.Planes.high` with `bits` bits per code."""
+    """Return a TMA descriptor of tiles [rows, units] of `Planes.high` with `bits` bits per code."""
     return tiled(high.view(torch.int8), rows, units * 4 * bits)
 
 
 def takes(form: DecodeForm) -> bool:
-    """Whether these kernels support the format."""
+    """Whether the kernels of this module support a format."""
     return form.words == 4 and form.book == ""
 
 
 @triton.constexpr_function
 def _pair_type(is_half: bool) -> tuple[str, int]:
-    """Return the PTX type of a pair of numbers, and the exponent bits below which a code is placed."""
+    """Return the PTX type of a pair of 16-bit floats, and the bits of a float in whose mantissa a code
+    fits."""
     return ("f16x2", 0x6400) if is_half else ("bf16x2", 0x4300)
 
 
 @triton.constexpr_function
 def _dequantize_asm(form: DecodeForm, place: int, is_half: bool) -> str:
-    """Return PTX that dequantizes the codes at `place` of two half words to two numbers."""
+    """Return PTX that dequantizes code number `place` of two 16-bit half words to a pair of floats."""
     kind, under = _pair_type(is_half)
     pair, at = "$3" if form.high else "$2", form.low * place
     above = f"0x{under:x}{under:x}"
@@ -74,7 +75,7 @@ def _dequantize_asm(form: DecodeForm, place: int, is_half: bool) -> str:
 
 @triton.constexpr_function
 def _scale_asm(is_half: bool, signed: bool) -> str:
-    """Return PTX that multiplies two integers in bytes by two numbers."""
+    """Return PTX that multiplies two 8-bit integers, the sub-scales of a unit, by a pair of 16-bit floats."""
     kind, under = _pair_type(is_half)
     above, mixed = f"0x{under:x}{under:x}", f"0x{under >> 8:x}"
     if signed:  # 7 bits minus the 8th
@@ -90,8 +91,7 @@ def _scale_asm(is_half: bool, signed: bool) -> str:
 
 @triton.constexpr_function
 def _convert_asm(lows: bool, is_half: bool) -> str:
-    """Return PTX that converts a float16 scale to a pair of the scale twice, or scale and low to (scale,
-    -low)."""
+    """Return PTX that converts a float16 scale to (scale, scale), or with `lows` two to (scale, -low)."""
     if is_half:
         return "xor.b32 $0, $1, 0x80000000;" if lows else "prmt.b32 $0, $1, $1, 0x1010;"
     both = "mov.b32 {a, b}, $1; cvt.f32.f16 x, a;"
@@ -101,7 +101,8 @@ def _convert_asm(lows: bool, is_half: bool) -> str:
 
 @triton.jit
 def _convert_pair(heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """Return the factor and addend of `_decode` in type KIND from float16 scales, with lows above them."""
+    """Return the factor and addend pairs of `_decode` in dtype KIND. The lower 16 bits of `heads` are float16
+    scales, the upper ones lows."""
     if _INTERPRETED:
         scale = heads.to(tl.int16).to(tl.float16, bitcast=True)
         low = (heads >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -122,8 +123,8 @@ def pairs_of(
     bits: tl.tuple, n: tl.tensor, at: tl.tensor, inside: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr, KIND: tl.constexpr, UNITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the factor and addend pairs of `UNITS` units from `at` on of rows n, per half word: [R, UNITS *
-    8]."""
+    """Return the factor and addend pairs of UNITS units, from unit `at` on, of weight rows `n` [R]. Each is
+    repeated for the 8 half words of its unit: [R, UNITS * 8]."""
     u, tile, r = at + tl.arange(0, UNITS), n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
     exists = inside[:, None] & (u < units)[None, :]
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
@@ -169,7 +170,8 @@ def _decode(
     words: tl.tensor, high: tl.tensor, pair: tl.tensor,
     Q: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Dequantize columns 8 Q.. of units from half words, their high bits, and pairs, each [R, U * 8]."""
+    """Dequantize columns 8 Q to 8 Q + 7 of units from half words, their high bits, and factor and addend
+    pairs, each [R, U * 8]."""
     PLACE: tl.constexpr = Q % 2 * (FORM.unit // 16) + Q // 2
     if _INTERPRETED:
         code = words.to(tl.int32) >> FORM.low * PLACE & ((1 << FORM.low) - 1)
@@ -199,7 +201,7 @@ def _decode(
 
 @triton.jit
 def _unpack_high(high: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
-    """Expand bytes as stored to the high bits of each half word."""
+    """Return the high bits of each half word; with one bit per code, a stored byte is for two units."""
     wide = high.to(tl.int16) & 255
     if FORM.high == 1:
         R: tl.constexpr = high.shape[0]
@@ -214,7 +216,7 @@ def _unpack_high(high: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
 def numbers_of(
     words: tl.tensor, high: tl.tensor, pair: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr
 ) -> tl.tensor:
-    """Dequantize all columns of units, in order, without data exchange between threads."""
+    """Return all dequantized columns of units, in order: [R, U * unit]. Threads exchange no data."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1] // _EIGHT
     if FORM.unit == 32:
@@ -232,7 +234,7 @@ def _load_weight(
     weight: tl.tensor, beside: tl.tensor, bits: tl.tuple, row: tl.tensor, at: tl.tensor, where: tl.tuple,
     FORM: tl.constexpr, KIND: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load and dequantize UNITS units from `at` on of a tile of rows: [ROWS, UNITS * unit]."""
+    """Load and dequantize UNITS units, from unit `at` on, of a tile of weight rows: [ROWS, UNITS * unit]."""
     inside, units, total = where
     words = weight.load([row, at * _EIGHT])
     pair = pairs_of(bits, row + tl.arange(0, ROWS), at, inside, units, total, FORM, KIND, UNITS)
@@ -249,8 +251,8 @@ def _accumulate(
     KIND: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
     UNITS: tl.constexpr, APART: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the sums of a tile over steps of `UNITS`, [ROWS, NUM], and those of the up part. x is a
-    descriptor of tiles, or pointers to its rows if they are `APART`."""
+    """Return the products [ROWS, NUM] of a tile of the weight with x, and if GATED those of the up
+    projection. x is a descriptor of tiles, or pointers to its rows if they are `APART`."""
     row, size_out, inside, exists, units, first_m = where
     bounds, k = (inside, units, size_out * (2 if GATED else 1)), tl.arange(0, UNITS * FORM.unit)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
@@ -274,7 +276,7 @@ def _tile_rows(
     pairs: tl.tuple, tile: tl.tensor, num: tl.tensor, size_out: tl.tensor, TOP: tl.constexpr,
     GATED: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Return a tile's rows of out or pairs, its outputs, whether the rows exist, and its first weight row."""
+    """Return for a tile its rows of out or pairs [NUM], outputs [ROWS], valid elements, first weight row."""
     if TOP > 0:
         m, n, exists, row = pairs_at(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
         return m, n, exists, row * (2 if GATED else 1) + tile % tl.cdiv(size_out, ROWS) * ROWS

@@ -29,7 +29,7 @@ _UNPACKED_ROWS, _UNPACKED_UNITS = 64, 4
 
 
 class GroupedWeight(NamedTuple):
-    """Weight [size_out, size_in] in the layout of the kernels."""
+    """Quantized weight [size_out, size_in] in the layout of the kernels."""
 
     codes: Tensor
     """[size_out, units, 4] int32: `gguf_layout.Planes.low`, with padded inputs"""
@@ -42,17 +42,18 @@ class GroupedWeight(NamedTuple):
 
 
 def offset(bits: int, dtype: torch.dtype) -> int:
-    """Return the offset that unconverted codes have; `pack` adds it to the zeros, which are subtracted."""
+    """Return the offset of a code whose bits are in the mantissa of a float. `pack` adds it to the zero
+    points, which are subtracted from codes."""
     return int(offset_of(bits, dtype == torch.float16))
 
 
 def unit_of(bits: int) -> int:
-    """Return the number of inputs in 4 words."""
+    """Return the number of inputs whose codes fill 4 words of 32 bits."""
     return 128 // bits
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torch.dtype) -> GroupedWeight:
-    """Pack `codes` uint8 [out, in] with `scales` and `zeros` [out, groups]."""
+    """Pack a weight with `codes` [size_out, size_in] uint8, and `scales` and `zeros` [size_out, groups]."""
     (size_out, size_in), unit = codes.shape, unit_of(bits)
     padded = triton.cdiv(size_in, unit) * unit
     group = padded if scales.shape[1] == 1 else size_in // scales.shape[1]
@@ -94,7 +95,7 @@ def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tens
 
 
 def gated(x: Tensor, weight: GroupedWeight) -> Tensor:
-    """Return silu(x G^T) * (x U^T) for W = G over U."""
+    """Return silu(x G^T) * (x U^T) for x [M, K]; the weight [2N, K] has the rows of G, then those of U."""
     plan = _plan(x, weight, 2)
     if plan is None:
         return gated_of(linear(x, weight), "silu")

@@ -21,10 +21,10 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Int4ExpertWeights(NamedTuple):
-    """Weights [size_out, size_in] of experts in the layout of the kernels.
+    """Weights [size_out, size_in] of one or more experts in the layout of the kernels.
 
-    Inputs are divided into pieces of `16 / bits` runs. The i-th int16 of a piece holds the i-th code of each
-    run, from the lowest bits on.
+    The inputs of a row are divided into runs of `run` inputs; `16 / bits` consecutive runs are a piece. The
+    i-th int16 of a piece contains the i-th code of each of its runs, the first run in the lowest bits.
     """
 
     codes: Tensor
@@ -39,18 +39,18 @@ class Int4ExpertWeights(NamedTuple):
 
 
 def offset(bits: int, dtype: torch.dtype) -> int:
-    """Return the offset of a code after its bits are placed in the mantissa of a float."""
+    """Return the offset that a code has when its bits are placed in the mantissa of a float."""
     return 1024 if dtype == torch.float16 else 128 if bits == 4 else 0
 
 
 def run_of(size_in: int, group: int, bits: int) -> int:
-    """Return the longest run that divides a group and the inputs, or 16."""
+    """Return the number of inputs of a run: the longest that divides a group and the inputs, or 16."""
     fitting = [run for run in (64, 32, 16) if group % run == 0 and size_in % (16 // bits * run) == 0]
     return fitting[0] if fitting else 16
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torch.dtype) -> Int4ExpertWeights:
-    """Pack `codes` uint8 [out, in] with `scales` and `zeros` [out, groups]."""
+    """Pack a weight with codes [size_out, size_in] uint8, and scales and zeros [size_out, groups]."""
     size_out, size_in = codes.shape
     group = size_in // scales.shape[1]
     run, per = run_of(size_in, group, bits), 16 // bits
@@ -80,7 +80,7 @@ def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.constexpr_function
 def _dequantize_asm(bits: int, run: int, is_half: bool) -> str:
-    """Return PTX that dequantizes the codes of run `run` of two half words: (code - zero) * scale."""
+    """Return PTX that dequantizes the codes of run number `run` in two int16: (code - zero) * scale."""
     kind, under = ("f16x2", "0x64006400") if is_half else ("bf16x2", "0x43004300")
     mask = "0x00ff00ff" if bits == 8 and is_half else "0x000f000f"
     low = f"lop3.b32 t, t, {mask}, {under}, 0xea;"
@@ -104,7 +104,7 @@ def _duplicate(low: tl.tensor) -> tl.tensor:
 def spread(
     words: tl.tensor, heads: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr
 ) -> tl.tensor:
-    """Dequantize run `RUN` of words [rows, length] with the heads of the rows."""
+    """Dequantize run number RUN of int16 words [rows, length]; `heads` are scale and zero of each row."""
     if _INTERPRETED:
         zero = (heads & 0xFFFF).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
         scale = (heads >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
@@ -122,7 +122,7 @@ def spread(
 
 
 class Int4MoETile(NamedTuple):
-    """Tile of pairs, weight rows and words at a time, with compile options."""
+    """Tile: (token, expert) pairs, weight rows, and int16 words of a row at a time, with compile options."""
 
     num: int
     rows: int
@@ -137,7 +137,7 @@ def _accumulate(
     KIND: tl.constexpr, GATED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, RUN: tl.constexpr, LENGTH: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Return a tile's sums [ROWS, NUM], and those of the up part."""
+    """Return the products [ROWS, NUM] of a weight tile with x, and if GATED those of the up projection."""
     RUNS: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = RUN // LENGTH
     x, weight, heads, token = operands
@@ -175,8 +175,8 @@ def _tiles(
     TOP: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, RUN: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile of sorted pairs. `weight` is a descriptor of tiles. Grid: (most tiles * size_out /
-    ROWS,).
+    """Compute a tile of sorted (token, expert) pairs (`moe_align.sort`). `weight` is a descriptor of tiles.
+    Grid: (most tiles * size_out / ROWS,).
 
     With an activation, compute gate and up of sorted pairs from tokens `x`. Without one, compute down from a
     descriptor `x` of tiles of sorted pairs, and store rows in their order before the sort.
@@ -215,7 +215,7 @@ def mix(
     biases: tuple[Tensor | None, Tensor | None],
     activation: str,
 ) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
+    """Compute `mix` of kernels/reference/moe.py: return [T, hidden] for x [T, hidden]."""
     if not len(x):
         return torch.empty_like(x)
     sizes, top = (len(down.heads), down.size_in), ids.shape[1]
@@ -238,7 +238,7 @@ def multiply(
     activation: str = "",
     ahead: bool,
 ) -> None:
-    """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
+    """Compute gate and up from tokens x (with an activation), or down from rows x of sorted pairs."""
     codes, heads, bits, group, run, size_in = weight
     (num, size_out), length = out.shape, min(tile.length, run)
     rows: Tensor | TensorDescriptor = x if activation else tiled(x, tile.num, length)
@@ -251,6 +251,6 @@ def multiply(
 
 
 def plan_of(mean: float) -> Int4MoETile:
-    """Return the tile for a mean of `mean` pairs per expert."""
+    """Return the tile for an average of `mean` (token, expert) pairs per expert."""
     height = 64 if batch_invariant.is_on() else 16 if mean <= 10 else 32 if mean <= 24 else 64
     return Int4MoETile(height, 64, 64 if height < 64 else 32, 2 if height < 64 else 4, 3)

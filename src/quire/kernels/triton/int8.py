@@ -37,7 +37,7 @@ class Int8TilesPlan(NamedTuple):
 
 Plan = RowsPlan | Int8TilesPlan
 _FINER: tl.constexpr = tl.constexpr(254)
-"""Ratio of the steps of the first and second part of x."""
+"""Ratio of the quantization steps of the first and the second part of x."""
 _WIDENED = 4096
 """Codes per program of `_widen`."""
 
@@ -78,8 +78,9 @@ def _tiles(
     PARTS: tl.constexpr, GATED: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile. `x` and `weight` are descriptors of tiles; the second part of x is below the first. The
-    weight is the first operand, so sums are transposed. Grid: (num / NUM * size_out / ROWS,)."""
+    """Compute a tile of x W^T + b, or of the gated product. `x` and `weight` are descriptors of tiles; the
+    rows of the second part of x follow those of the first. The weight is the first operand, so sums are
+    transposed. Grid: (num / NUM * size_out / ROWS,)."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     follow(OVERLAP)
@@ -130,7 +131,7 @@ def _widen(
 
 
 class Int8GEMM:
-    """Compute x W^T + b, or silu(gate) * up for a gate and an up part. With `rounds`, many rows of x are
+    """Linear layer x W^T + b for x [M, K] and W [N, K], or `gated`. With `rounds`, many rows of x are
     quantized in one part, by scales per row or by a `static` scale."""
 
     def __init__(
@@ -162,7 +163,8 @@ def widen(weight: Int8Codes, dtype: torch.dtype) -> Tensor:
 
 
 def round_rows(x: Tensor, static: Tensor | None = None, parts: int = 1) -> Int8Codes:
-    """Quantize rows as in `kernels/reference/int8.py`. Rows of a second part follow those of the first."""
+    """Quantize the rows of x [M, K] as in `kernels/reference/int8.py`, to [parts * M, K]. Rows of a second
+    part, which is the remainder of the first, follow those of the first."""
     num, size = x.shape
     codes = torch.empty(parts * num, size, dtype=torch.int8, device=x.device)
     scales = torch.empty(num, dtype=torch.float32, device=x.device)
@@ -184,7 +186,8 @@ def multiply(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Multiply x itself by a `RowsPlan`, or its quantized parts by an `Int8TilesPlan`."""
+    """Compute `Int8GEMM` with the kernel of `plan`: a `RowsPlan` multiplies x itself, an `Int8TilesPlan` its
+    quantized parts `rounded`."""
     codes, scales = weight
     if isinstance(plan, RowsPlan):
         return matmul.multiply(x, codes, bias, plan, gated=gated, scale=scales)
@@ -202,16 +205,16 @@ def multiply(
 
 
 _FEW = 64
-"""Up to this many rows of x are quantized in two parts for any checkpoint, because that costs no time."""
+"""Maximum rows of x that are quantized in two parts for every checkpoint, because that costs no time."""
 
 
 @functools.cache
 def choose(
     num: int, size_in: int, rounds: bool, gated: bool, *, fixed: bool = False
 ) -> tuple[Plan | None, int]:
-    """Return the plan for `num` rows and a weight of this width, and the number of parts of x. None is the
-    library's GEMM, which also computes rows that are not a multiple of 16 bytes. A `fixed` plan may vary the
-    tiles, as sums of integers are exact, but not the parts."""
+    """Return the plan for `num` rows of x and a weight with `size_in` inputs, and the number of parts of x.
+    Plan None is the library's GEMM, also for rows that are not a multiple of 16 bytes. The number of rows may
+    change the tiles of a `fixed` plan, as sums of integers are exact, but not the parts."""
     length = next_power_of_2(size_in)
     if fixed and num and not size_in % 16:
         height = 16 if num <= 16 else 32 if num <= 32 else 64

@@ -21,7 +21,7 @@ from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix, tile_
 
 
 class ExpertCodes(NamedTuple):
-    """`ExpertWeights` in int8."""
+    """`ExpertWeights` in int8 with one scale per output."""
 
     gate_up: Int8Codes
     down: Int8Codes
@@ -36,8 +36,8 @@ def _tiles(
     TOP: tl.constexpr, ACTIVATION: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile of sorted pairs. `weight` is a descriptor of tiles. Grid: (most tiles * size_out /
-    ROWS,).
+    """Compute a tile of sorted (token, expert) pairs (`moe_align.sort`). `weight` is a descriptor of tiles.
+    Grid: (most tiles * size_out / ROWS,).
 
     With an activation, compute gate and up of sorted pairs from tokens `x`. Without one, compute down of
     sorted pairs `x`, and store rows in their order before the sort. Sums are transposed.
@@ -88,7 +88,7 @@ def _rescale(
 
 
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertCodes, activation: str) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
+    """Compute `mix` of kernels/reference/moe.py: return [T, hidden] for x [T, hidden]."""
     if not len(x):
         return torch.empty_like(x)
     num_experts, _, inner = experts.down.codes.shape
@@ -111,7 +111,7 @@ def multiply(
     activation: str = "",
     ahead: bool,
 ) -> None:
-    """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
+    """Compute gate and up from tokens x (with an activation), or down from rows x of sorted pairs."""
     (num, size_out), size_in = out.shape, x.shape[1]
     launch(_tiles, most_tiles(num, len(weight.codes), plan.num) * triton.cdiv(size_out, plan.rows))(
         out, x, tiled(weight.codes.flatten(0, 1), plan.rows, plan.length), weight.scales, bias,

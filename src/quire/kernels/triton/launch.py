@@ -26,19 +26,19 @@ log = get_logger(__name__)
 
 MOST_ROWS, _MOST = 128, 2**18
 """Limits of a step that uses PDL: rows (twice as many for a narrow model), and rows times the model's width.
-Larger steps use the library's GEMMs, beside which an early launch only adds cost."""
+Larger steps use the library's GEMMs, for which an early launch of other kernels only adds cost."""
 _COMPILERS = 16
 """Maximum number of threads that compile kernels."""
 
 
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
-    """Return `kernel[grid]`; inside `compiling`, calling it compiles the kernel without running it."""
+    """Return `kernel[grid]`; inside `compiling`, a call of it compiles the kernel without running it."""
     requested = _requested.get()
     return kernel[grid] if requested is None else functools.partial(_compile_once, requested, kernel, grid)
 
 
 _requested: ContextVar[set[Any] | None] = ContextVar("kernels to compile", default=None)
-"""The kernels that are launched to be compiled; None if launched kernels run."""
+"""Inside `compiling` or `compile_ahead`, the kernels launched so far; None where launched kernels run."""
 
 
 def allocate_indices(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -55,7 +55,7 @@ def only_compiles() -> bool:
 
 
 _ahead: list[tuple[Future[None], set[Any]]] = []
-"""The call of `compile_ahead` that is not waited for yet, with the kernels that it compiles."""
+"""The call of `compile_ahead` for which `compiling` has not waited yet, with the kernels that it compiles."""
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _compiling_once(requested: set[Any]) -> Iterator[None]:
 
 
 def _threads(num: int) -> ThreadPoolExecutor:
-    """Return threads that use the current device, which is otherwise the first in a new thread."""
+    """Return `num` threads that use the current device; by default, new threads use the first one."""
     if not torch.cuda.is_available():
         return ThreadPoolExecutor(num)
     device = torch.cuda.current_device()
@@ -103,8 +103,8 @@ def _threads(num: int) -> ThreadPoolExecutor:
 
 
 class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Compiles kernels in the threads of `executor`, or in other processes if there are some, and loads them
-    on the device."""
+    """Compiles kernels in the threads of `executor`, or by the processes of `current_processes` if there are
+    any, and loads them on the device."""
 
     def __init__(self, executor: ThreadPoolExecutor) -> None:
         super().__init__(executor)
@@ -151,7 +151,8 @@ def _name(source: Any) -> str:
 
 
 def _compile_once(compiled: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Compile a kernel once for each combination of argument kinds; layers repeat the same launches."""
+    """Compile a kernel once for each combination of argument properties, because layers repeat launches.
+    `compiled` are the combinations so far."""
     key = kernel, *map(_specialization, args), *options.items()
     if key not in compiled:
         compiled.add(key)

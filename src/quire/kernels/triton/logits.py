@@ -54,8 +54,8 @@ def _scan(
     stride: tl.tensor,
     NUM: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store a tile's maximum, its sum of exponentials, and for each chosen id the count of logits at least as
-    large. Grid: (rows, tiles)."""
+    """Store for a tile of a row of logits the maximum, the sum of exponentials, and for each of the NUM
+    chosen ids the number of logits at least as large. Grid: (rows, tiles)."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     out = row * tl.num_programs(1) + tl.program_id(1)
     follow(OVERLAP)
@@ -101,8 +101,8 @@ def apply_penalties(
     """Apply the penalties to `logits` [N, V] in place, as in `sampling/logit_adjustments.py`.
 
     `prompt_seen` [R, V or more] uint8 is 1 for the ids of the prompt. `counts`, of the same shape, holds how
-    often each id was generated. `rows` [N] selects a row of both for each row of logits. With a row below 0,
-    logits are unchanged. The penalties are float32 [N].
+    often each id was generated. rows[i] is the row of both for row i of the logits, which is unchanged if
+    rows[i] is below 0. The penalties are float32 [N].
     """
     (num, vocab), ahead = logits.shape, overlap(len(logits))
     if num:
@@ -113,7 +113,7 @@ def apply_penalties(
 
 
 def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """Add 1 to `counts` [R, V] at each (row, id) of `rows` [N] and `ids` [N]. Rows are unique; -1 is
+    """Add 1 to counts[rows[i], ids[i]] for `rows` [N], `ids` [N] and `counts` [R, V]. Rows are unique; -1 is
     skipped."""
     if len(rows):
         ahead, block = overlap(len(rows)), 128

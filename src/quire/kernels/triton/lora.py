@@ -25,9 +25,9 @@ _SHORT, _TALL = 16, 64
 _LENGTH, _MOST_SPLITS = 128, 8
 """Elements of x and A that a program loads at a time; maximum splits."""
 _PROGRAMS = 512, 128
-"""Programs up to which x and A are split, for few rows and for more."""
+"""Number of programs up to which x and A are split along K, for few rows and for more."""
 _FEW = 4
-"""Mean rows per adapter from which on rows are processed in tiles."""
+"""Minimum mean number of rows per adapter for which rows are processed in tiles."""
 _CHUNK, _WIDE = 64, tl.constexpr(128)
 """Elements of one rank, and of the ranks of several slots, that are multiplied at a time."""
 _MOST_RANKS = 512
@@ -37,16 +37,16 @@ _OUTPUTS = 128
 
 
 class LoRARows(NamedTuple):
-    """Slots of a step's rows, and their sorted order."""
+    """Adapter slots of a step's rows, and the rows sorted by slot: the result `order`, `work` of `sort`."""
 
     slots: Tensor
-    """[T] int32; -1 for no adapter"""
+    """[T] int32, adapter slot of each row, -1 for none"""
     order: Tensor
     work: Tensor
     height: int
     """Rows per tile."""
     most: int
-    """Most tiles for any distribution of rows."""
+    """Maximum number of tiles, for any distribution of rows over slots."""
     few: FewRows | None
     """Set if the adapters have few rows each on average; otherwise None."""
 
@@ -80,8 +80,8 @@ def _shrink(
     WIDTH: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr,
     LATE: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile of x A^T in split-K; the last split to finish sums all of them. `arrivals` is zero
-    before and after. Grid: (tiles, WIDTH / ROWS, SPLITS)."""
+    """Compute a tile [NUM, ROWS] of `h` = x A^T [T, WIDTH] in split-K; the last split to finish sums all of
+    them. `arrivals` is zero before and after. Grid: (tiles, WIDTH / ROWS, SPLITS)."""
     tile, split = tl.program_id(0), tl.program_id(2)
     follow_late(OVERLAP, LATE)
     if tile >= tl.load(work):
@@ -119,7 +119,7 @@ def _gather(
     h: tl.tensor, a: tl.tensor, ids: tl.tensor, slots: tl.tensor, a_stride: tl.tensor,
     RANK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy the rows of A for one token's id and slot. Grid: (tokens,)."""
+    """Copy the row of A [slots, vocab, RANK] of a token's slot and id to `h` [T, RANK]. Grid: (tokens,)."""
     token, r = tl.program_id(0), tl.arange(0, BLOCK)
     follow(OVERLAP)
     slot, id = tl.load(slots + token).to(tl.int64), tl.load(ids + token).to(tl.int64)
@@ -135,7 +135,7 @@ def _expand(
     SIZES: tl.constexpr, RANK: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Add B of the shrunk rows to a tile of outputs. Grid: (tiles, outputs of each part / ROWS)."""
+    """Add h B^T for shrunk rows h to a tile of `out`. Grid: (tiles, outputs of each part / ROWS)."""
     tile = tl.program_id(0)
     part, n, end = outputs_of(SIZES, ROWS)
     follow(OVERLAP)
@@ -164,7 +164,7 @@ def _expand(
 
 @triton.jit
 def part_of(n: tl.tensor, ENDS: tl.constexpr) -> tl.tensor:
-    """Return the part to which each output belongs."""
+    """Return the part to which each output `n` belongs; ENDS are the ends of all parts but the last."""
     part = n * 0
     for i in tl.static_range(len(ENDS)):
         part += (n >= ENDS[i]).to(tl.int32)
@@ -176,8 +176,8 @@ def reached(
     adapted: tl.tuple, first: tl.tensor, start: tl.tensor,
     RANK: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load [ROWS, _WIDE] of B for outputs from `first` on. Columns are the ranks of all tiles' slots,
-    concatenated, from `start` on; a repeated slot is masked."""
+    """Load a block [ROWS, _WIDE] of B for outputs from `first` on. Its columns are ranks: those of the slots
+    of all tiles are concatenated, and the block begins at column `start`. Repetitions of a slot are zeros."""
     _, b, _, work, outputs, stride = adapted
     n, slot = first + tl.arange(0, ROWS), slots_at(work, start, RANK)
     r = (start + tl.arange(0, _WIDE)) % RANK
@@ -202,8 +202,8 @@ def expanded(
     adapted: tl.tuple, m: tl.tensor, num: tl.tensor, first: tl.tensor, reach: tl.tensor,
     RANK: tl.constexpr, ENDS: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return [NUM, ROWS], the LoRA outputs of `ROWS` outputs of one part from `first` on. `reach` is the
-    first block of `reached`; a row has zeros for all slots but its own."""
+    """Return the LoRA outputs [NUM, ROWS] of rows `m` for ROWS outputs of one part, from `first` on. `reach`
+    is the first block of `reached`. The shrunk values of a row are 0 for slots other than its own."""
     h, _, slots, work, _, _ = adapted
     slot = tl.load(slots + m, mask=m < num, other=-1)
     h_at = h + (m * ((len(ENDS) + 1) * RANK) + part_of(first, ENDS) * RANK)[:, None]
@@ -226,13 +226,13 @@ def _dot_own_slot(
 
 
 def added_to_one(x: Tensor, adapted: LoRAHeads) -> Tensor | None:
-    """Return the LoRA outputs of a single row: [1, outputs]."""
+    """Return the LoRA outputs [1, outputs] of a single row x [1, K]."""
     return lora_outputs(x, adapted._replace(tokens=FewRows(adapted.tokens.slots, 1)), late=False).values
 
 
 def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
-    """Return x A^T [T, parts * rank]; rows without an adapter are undefined. If `late`, the next kernel may
-    read x at once, but the result only after `wait`."""
+    """Return x A^T [T, parts * rank] for x [T, K]; rows without an adapter are undefined. If `late`, the next
+    kernel may read x at once, but the result only after `wait`."""
     a, rows = adapted.a, adapted.tokens
     (num, size_in), width = x.shape, a.shape[1]
     h = torch.empty(num, width, dtype=x.dtype, device=x.device)
@@ -261,7 +261,7 @@ def is_short(adapted: LoRAHeads) -> bool:
 
 
 def expand(out: Tensor, h: Tensor, adapted: LoRAHeads) -> Tensor:
-    """Add B of the shrunk rows `h` to `out` in place."""
+    """Add h B^T to `out` [T, outputs] in place, for the shrunk rows `h` [T, parts * rank]."""
     rows, rank, ahead = adapted.tokens, adapted.b.shape[2], overlap(*out.shape)
     assert out.stride(1) == 1
     stripes = sum(triton.cdiv(size, _OUTPUTS) for size in adapted.sizes)
@@ -296,7 +296,7 @@ def _block(rank: int) -> int:
 
 
 def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ends of all parts but the last."""
+    """Return the cumulative sizes of a layer's parts, without the last."""
     return tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
 
 
@@ -304,7 +304,8 @@ class Expansion(NamedTuple):
     """LoRA arguments of a GEMM kernel: tensors that it reads, and compile-time constants."""
 
     reads: Any
-    """Shrunk rows, B, slots, work, number of outputs, stride of slots; or `AddedRows` with a rank of 0"""
+    """Shrunk rows, B, slots of rows, `LoRARows.work`, number of outputs, stride between slots; or with a rank
+    of 0 an `AddedRows`"""
     rank: int
     ends: tuple[int, ...]
 

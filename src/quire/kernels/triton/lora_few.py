@@ -23,18 +23,18 @@ from quire.kernels.triton.moe_align import most_tiles, sort
 _HEIGHT = 4
 """Rows per tile if the rows are sorted."""
 _LENGTH, _STEPS = 2048, 4
-"""Inputs of A per step of a program, and steps; for a single row, a program takes all inputs."""
+"""Inputs of A per step of a program, and number of steps; for a single row, it processes all inputs."""
 _NUMBERS, _OUTPUTS = 4096, 8192
 """Elements of A per step of a program; elements of B per program."""
 
 
 class FewRows(NamedTuple):
-    """Slots of rows, and their sorted order if there are many."""
+    """Adapter slots of rows, and the rows sorted by slot (the result of `sort`) if there are many."""
 
     slots: Tensor
-    """[T] int32; -1 for no adapter"""
+    """[T] int32, adapter slot of each row, -1 for none"""
     most: int
-    """Most tiles for any distribution of rows."""
+    """Maximum number of tiles, for any distribution of rows over slots."""
     order: Tensor | None = None
     work: Tensor | None = None
 
@@ -44,7 +44,7 @@ class FewRows(NamedTuple):
 
 
 class AddedRows(NamedTuple):
-    """LoRA outputs of the rows of a GEMM."""
+    """LoRA outputs of the rows of a GEMM, which its kernel adds, and the adapter slots of the rows."""
 
     values: Tensor | None = None
     """[T, outputs]; rows without an adapter are undefined"""
@@ -58,8 +58,8 @@ NO_LORA = AddedRows()
 def _tile_of(
     slots: tl.tensor, work: tl.tensor, strides: tl.tuple, NUM: tl.constexpr, EXPERTS: tl.constexpr
 ) -> tl.tensor:
-    """Return the offset of a program's adapter, its first row and the end of its rows; the first row equals
-    the end if there are no rows."""
+    """Return for a program the offset of its adapter's weights, and the range of its rows: the first and the
+    end, which are equal if it has none."""
     first = tl.program_id(0)
     if NUM == 1:
         slot = tl.load(slots + first).to(tl.int64)
@@ -88,8 +88,8 @@ def _shrink(
     WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr, RANKS: tl.constexpr,
     LENGTH: tl.constexpr, STEPS: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute A x for a tile of rows; `TOP` rows share a row of x. Grid: (tiles, WIDTH / RANKS, size_in /
-    (LENGTH * STEPS))."""
+    """Compute x A^T for a tile of rows, in split-K. Row m is computed from row m / TOP of x. Grid: (tiles,
+    WIDTH / RANKS, size_in / (LENGTH * STEPS))."""
     p, split = tl.program_id(1) * RANKS + tl.arange(0, RANKS), tl.program_id(2)
     k = split * (LENGTH * STEPS) + tl.arange(0, LENGTH)
     place, first, end = _tile_of(slots, work, strides, NUM, EXPERTS)
@@ -117,8 +117,8 @@ def _expand(
     SIZES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute B h for a tile of rows. A single row without an adapter gets zeros. Grid: (tiles, outputs of
-    each part / ROWS)."""
+    """Compute h B^T for a tile of rows, where h is the sum of the SPLITS parts of `_shrink`. The result of a
+    single row without an adapter is zeros. Grid: (tiles, outputs of each part / ROWS)."""
     part, n, last = outputs_of(SIZES, ROWS)
     r, split = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(SPLITS))
     if OVERLAP:
@@ -140,7 +140,7 @@ def _expand(
 
 @triton.jit
 def outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Return a program's part, its outputs, and the end of the part."""
+    """Return for a program the index of its part of the layer, its outputs, and the end of that part."""
     left, part, n, end, size = tl.program_id(1), 0, 0, 0, 0
     for i in tl.static_range(len(SIZES)):
         if left >= 0:
@@ -154,7 +154,7 @@ def outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
 def plus_added(
     acc: tl.tensor, added: tl.tensor, slots: tl.tensor, m: tl.tensor, place: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
-    """Return the sums of rows `m` plus the LoRA outputs of the rows that have an adapter."""
+    """Return the sums `acc` of rows `m` plus the LoRA outputs `added` of the rows that have an adapter."""
     has_adapter = tl.load(slots + m, mask=m >= 0, other=-1) >= 0
     return acc + tl.load(added + place, mask=inside & has_adapter[:, None], other=0.0).to(tl.float32)
 
@@ -162,8 +162,8 @@ def plus_added(
 def lora_outputs(
     x: Tensor, adapted: LoRAHeads, *, top: int = 1, late: bool = True, ahead: bool | None = None
 ) -> AddedRows:
-    """Return the LoRA outputs that a GEMM kernel adds. `top` rows share a row of x. If `late`, that kernel
-    may read x at once."""
+    """Return the LoRA outputs that a GEMM kernel adds; row m is computed from row m / top of x. If `late`,
+    the GEMM kernel may read x at once."""
     a, b, sizes, rows = adapted
     if ahead is None:
         ahead = overlap(len(x), min(a.shape[-1], sum(sizes)))
@@ -197,7 +197,7 @@ def _experts(matrices: Tensor) -> int:
 
 
 def _strides(matrices: Tensor) -> tuple[int, int]:
-    """Return the strides of slots, and of experts inside a slot."""
+    """Return the strides between slots, and between the experts of a slot."""
     return matrices.stride(0), matrices.stride(1) if matrices.ndim == 4 else 0
 
 
@@ -210,20 +210,21 @@ class PairAdapters(NamedTuple):
 
     @staticmethod
     def of(adapters: ExpertAdapters, ids: Tensor) -> "PairAdapters":
-        """Build the pairs of `ids` [T, per token], all of which are experts of this rank."""
+        """Build the pairs of all tokens and their experts `ids` [T, per_token]; no id is below 0."""
         num_slots, num_experts = adapters.down_a.shape[:2]
         slots = adapters.tokens[:, None]
         pairs = torch.where(slots >= 0, slots * num_experts + ids, -1).flatten()
         return PairAdapters(adapters, _sorted(pairs, num_slots * num_experts), ids.shape[1])
 
     def up(self, x: Tensor) -> AddedRows:
-        """Return the LoRA outputs of gate and up by pairs, from tokens."""
+        """Return the LoRA outputs [pairs, 2 * intermediate] of gate and up, from tokens x [T, hidden]."""
         a, b = self.adapters.gate_up_a, self.adapters.gate_up_b
         half = b.shape[2] // 2
         return lora_outputs(x, LoRAHeads(a, b, (half, half), self.pairs), top=self.top, ahead=False)
 
     def down(self, x: Tensor, order: Tensor | None = None) -> AddedRows:
-        """Return the LoRA outputs of down by pairs, or by pairs in `order`."""
+        """Return the LoRA outputs [pairs, hidden] of down for x [pairs, intermediate]; with `order`, x and
+        the result have the pairs in this order."""
         a, b, pairs = self.adapters.down_a, self.adapters.down_b, self.pairs
         if order is not None:
             pairs = _sorted(pairs.slots[order], a.shape[0] * a.shape[1])

@@ -18,8 +18,8 @@ def select_short(
     SIZE: tl.constexpr, ALL: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Update the state with each token of a short sequence and compute the outputs. Grid: (sequences,
-    channels / BLOCK)."""
+    """Update the states of BLOCK channels with each token of a short sequence and compute the outputs.
+    Tensors have the shapes of `StateReference.select`. Grid: (sequences, channels / BLOCK)."""
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)
     live, valid = channel < channels, n < SIZE
     exists = live[:, None] & valid[None, :]
@@ -48,7 +48,7 @@ def select_short(
 
 @triton.jit
 def quarters(at: tl.tensor, live: tl.tensor, QUARTER: tl.constexpr) -> tl.tensor:
-    """Load a state's elements in four quarters."""
+    """Load 4 * QUARTER consecutive elements as four tensors."""
     return (
         tl.load(at, mask=live),
         tl.load(at + QUARTER, mask=live),
@@ -61,7 +61,7 @@ def quarters(at: tl.tensor, live: tl.tensor, QUARTER: tl.constexpr) -> tl.tensor
 def load_states(
     at: tl.tensor, n: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, QUARTER: tl.constexpr
 ) -> tl.tensor:
-    """Load the quarters, with zeros beyond SIZE; `n` are the indices of the first quarter."""
+    """Load SIZE elements as four quarters, with zeros beyond SIZE; `n` are the first quarter's indices."""
     return (
         tl.load(at, mask=live & (n < SIZE), other=0.0),
         tl.load(at + QUARTER, mask=live & (n < SIZE - QUARTER), other=0.0),
@@ -86,7 +86,7 @@ def load_token(
     inputs: tl.tensor, first: tl.tensor, live: tl.tensor, valid: tl.tensor,
     AFTER: tl.constexpr, STRIDES: tl.constexpr, QUARTER: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load the inputs of the token AFTER tokens after `first`; masked elements are undefined."""
+    """Load the inputs of the token that follows AFTER tokens after `first`; masked elements are undefined."""
     x, gate, dt, bc = inputs
     b = bc + first * (8 * QUARTER) + AFTER * (8 * QUARTER)
     return (
@@ -141,11 +141,12 @@ def select_tokens(
     CHANNELS: tl.constexpr, STRIDES: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr,
     BLOCK: tl.constexpr, QUARTER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Scan token by token with the state in registers. Four tokens are computed while the next four are
-    loaded. `bc` is [T, 2, 4 * QUARTER] float32, B and C. Grid: (longer sequences, channels / BLOCK).
+    """Compute Mamba's scan of a longer sequence for BLOCK channels, token by token with the state in
+    registers. Four tokens are computed while the next four are loaded. `bc` is [T, 2, 4 * QUARTER] float32, B
+    and C. Grid: (longer sequences, channels / BLOCK).
 
-    A state is held in quarters, so that a thread has all elements of a channel, or every n-th: most sums stay
-    within a thread, and few values are computed by several threads.
+    A state is four tensors (quarters), so that a thread has all elements of a channel, or every n-th. Most
+    sums then stay within a thread, and few values are computed by several threads.
     """
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, QUARTER)
     live, column = channel < CHANNELS, n[None, :]

@@ -31,7 +31,9 @@ def silu_if(x: tl.tensor, ACTIVATED: tl.constexpr) -> tl.tensor:
 def place_of(
     numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor, ALL: tl.constexpr
 ) -> tl.tensor:
-    """Return first token, end, row and position of this program's sequence; position 0 means no state."""
+    """Return for this program's sequence: its first token in the batch, the end of its tokens, its row, and
+    the position of its first token. At position 0 it has no state yet. Its index is read from `numbers`,
+    unless ALL sequences of the batch are processed."""
     seq = tl.program_id(0)
     if not ALL:
         seq = tl.load(numbers + seq)
@@ -41,14 +43,13 @@ def place_of(
 
 @triton.jit
 def state_after(row: tl.tensor, num_tokens: tl.tensor, STATES: tl.constexpr) -> tl.tensor:
-    """Return the index of a row's state after its first `num_tokens`."""
+    """Return the index of the state of a row's sequence after its first `num_tokens` tokens."""
     return row * STATES + num_tokens % STATES
 
 
 @triton.jit
 def count_of(first: tl.tensor, end: tl.tensor, STATES: tl.constexpr) -> tl.tensor:
-    """Return the number of tokens of a short sequence; with one state it is a constant, so that no loop is
-    compiled."""
+    """Return the number of tokens of a short sequence: the constant 1, without a loop, if STATES is 1."""
     count = end - first
     if STATES == 1:
         count = 1
@@ -68,8 +69,8 @@ def load_input(
     has_state: tl.tensor,
     KERNEL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load a sequence's inputs at token `at` of this batch; for -1, -2 ... from its state. Tokens before
-    those of the state are not used: their weight is 0."""
+    """Load the inputs of a sequence at its token `at` of this batch; tokens -1, -2 ... are loaded from its
+    state. Results for tokens before those in the state are arbitrary; their weight is 0."""
     if at >= 0:
         inputs = tl.load(x + (start + at) * stride, mask=exists, other=0.0)
     else:
@@ -84,8 +85,8 @@ def conv_short(
     KERNEL: tl.constexpr, BIASED: tl.constexpr, ACTIVATED: tl.constexpr, ALL: tl.constexpr,
     STATES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the convolution of a short sequence and keep its states. Each channel belongs to one thread,
-    which reads a state before it overwrites it. Grid: (sequences, channels / BLOCK)."""
+    """Compute the convolution of a short sequence, and store the state after each token. One thread computes
+    a channel and reads its state before it overwrites it. Grid: (sequences, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < channels
     taps = weight + channel * KERNEL
@@ -119,8 +120,8 @@ def conv_chunks(
     KERNEL: tl.constexpr, BIASED: tl.constexpr, ACTIVATED: tl.constexpr, STATES: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the convolution of a chunk, four tokens at a time, so that each input is read once. KERNEL <=
-    4. States are only read. Grid: (chunks, channels / BLOCK)."""
+    """Compute the convolution of a chunk of a longer sequence, four tokens at a time, so that each input is
+    read once. KERNEL is at most 4. States are not written. Grid: (chunks, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists, zero = channel < channels, 0 * channel
     seq, first = tl.load(chunks + 2 * tl.program_id(0)), tl.load(chunks + 2 * tl.program_id(0) + 1)
@@ -164,8 +165,8 @@ def conv_keep(
     positions: tl.tensor, channels: tl.tensor, stride: tl.tensor,
     KERNEL: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the last inputs of longer sequences as their state. Grid: (longer sequences, channels /
-    BLOCK)."""
+    """Store the last KERNEL - 1 inputs of a longer sequence as its state of the convolution. Grid: (longer
+    sequences, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < channels
     first, end, row, position = place_of(numbers, starts, rows, positions, False)
@@ -189,8 +190,8 @@ def scan_short(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, ALL: tl.constexpr,
     STATES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Update the state of one head with each token of a short sequence and compute the outputs. Grid:
-    (sequences, heads, head_dim / BLOCK_DIM)."""
+    """Compute Mamba-2's scan of a short sequence for one head, and store the state after each token. Shapes
+    are those of `StateReference.scan`. Grid: (sequences, heads, head_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n = tl.arange(0, BLOCK_SIZE)
@@ -225,8 +226,8 @@ def scan_chunks(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Scan chunk by chunk with the state in registers. Grid: (longer sequences, heads, head_dim /
-    BLOCK_DIM)."""
+    """Compute Mamba-2's scan of a longer sequence for one head, CHUNK tokens at a time, with the state in
+    registers. Shapes are as in `StateReference.scan`. Grid: (sequences, heads, head_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n, i = tl.arange(0, BLOCK_SIZE), tl.arange(0, CHUNK)

@@ -23,7 +23,9 @@ def _apply_masks(
 
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
-    """Set disallowed logits to -inf in place; the reference is `sampling.constrain.apply_masks`."""
+    """Set the logits [N, V] of disallowed tokens to -inf in place. A row of `packed` [masks, 1 + words] int32
+    is a mask: the index of its row of logits, then one bit per token. The reference is
+    `sampling.constrain.apply_masks`."""
     vocab, tiles = logits.shape[1], triton.cdiv(logits.shape[1], _TILE.value)
     if len(packed):
         launch(_apply_masks, len(packed), tiles)(

@@ -43,11 +43,11 @@ from quire.kernels.triton.tile_dots import (
 )
 
 _FEWEST = 5
-"""Number of rows from which on tiles are used for any weight."""
+"""Minimum number of rows of x for which tiles are used for any weight."""
 _SMALL = 2**23
 """Maximum elements of a weight that counts as small: it can be read again from the L2 cache."""
 _GROUP = 8
-"""Stripes of rows of x with tiles that run at the same time, so that they share the L2 cache."""
+"""Number of stripes of rows of x whose tiles run at the same time, so that they share the L2 cache."""
 
 
 class RowsPlan(NamedTuple):
@@ -58,7 +58,7 @@ class RowsPlan(NamedTuple):
 
 
 class TilesPlan(NamedTuple):
-    """Plan for `_tiles`: rows of x, weight rows and inputs per tile, split-K `splits`, compile options."""
+    """Plan for `_tiles`: rows of x, weight rows and inputs per tile, split-K splits, compile options."""
 
     num: int
     rows: int
@@ -79,9 +79,9 @@ def _rows(
     NUM: tl.constexpr, GATED: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply `NUM` rows of x by ROWS weight rows, which lie in one block if scales are `BLOCKED`. If
-    `GATED`, the up rows follow the gate rows. `added` are the LoRA outputs of a single row. Grid: (size_out /
-    ROWS,)."""
+    """Multiply NUM rows of x [NUM, size_in] by ROWS weight rows, to `out` [NUM, size_out]. If the weight's
+    scales are `BLOCKED`, the rows lie in one block. If `GATED`, the rows of the up projection follow those of
+    the gate. `added` are the LoRA outputs of a single row. Grid: (size_out / ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
     exists = (n < size_out)[:, None] & (k < size_in)[None, :]
     at = weight + n.to(tl.int64)[:, None] * size_in + k[None, :]
@@ -120,10 +120,11 @@ def _tiles(
     ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile from descriptors `x` and `weight`. The last split sums all parts; `arrivals` is zero
-    before and after. If `BLOCKED`, a tile of the weight has one scale. `lora` is None, the `reads` of an
-    `Expansion` (with a `RANK`), or `AddedRows`. If it is not None, the previous kernels are those of LoRA.
-    Tiles are ordered by outputs, or by outputs within `GROUP` stripes of rows. Grid: (tiles, SPLITS)."""
+    """Compute a tile of x W^T + b from descriptors `x` and `weight`. The last split to finish sums the
+    results of all (`parts`); `arrivals` is zero before and after. If `BLOCKED`, a tile of the weight has one
+    scale. `lora` is None, the `reads` of an `Expansion` (with a `RANK`), or `AddedRows`; the previous kernels
+    then are those of LoRA. Tiles are ordered by outputs, or by outputs within `GROUP` stripes of rows. Grid:
+    (tiles, SPLITS)."""
     LATE: tl.constexpr = lora is not None
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
@@ -177,7 +178,7 @@ def _block_scales(
     num: tl.tensor, size_in: tl.tensor,
     NUM: tl.constexpr, BLOCKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the scales of rows of x at input `at`, and the place of the weight's scale."""
+    """Return the scales of rows of x at input `at`, and the address of the weight's scale there."""
     if BLOCKED:
         m = first_m + tl.arange(0, NUM)
         factor = along_x(tl.load(x_scale + at // 128 * num + m, mask=m < num, other=0.0), NUM)
@@ -192,8 +193,8 @@ def _apply_scales(
     num: tl.tensor, size_out: tl.tensor,
     BLOCKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Apply the scales of rows m, and of outputs n from `first` on; blocked scales were applied in the
-    loop."""
+    """Multiply the sums `acc` by the scales of rows `m` of x and of outputs `n`, which begin at `first`.
+    Scales of blocks are already applied."""
     if scale is not None and not BLOCKED:
         acc *= tl.load(x_scale + m, mask=m < num, other=0.0)[:, None]
         acc *= tl.load(scale + first + n, mask=n < size_out, other=0.0)[None, :]
@@ -205,7 +206,8 @@ def _add_lora(
     acc: tl.tensor, lora: tl.tuple, rows: tl.tuple, first: tl.tensor, outputs: tl.tensor, reach: tl.tensor,
     RANK: tl.constexpr, ENDS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add the LoRA outputs from `first` on, computed here (`RANK`) or before, and round."""
+    """Add the LoRA outputs to the sums `acc` of the outputs from `first` on, and round. With a RANK they are
+    computed here, otherwise loaded."""
     out, m, num, inside = rows
     NUM: tl.constexpr = acc.shape[0]
     ROWS: tl.constexpr = acc.shape[1]
@@ -219,7 +221,7 @@ def _add_lora(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: LoRAHeads | None = None) -> Tensor:
-    """Return x W^T + b for x [M, K] and W [N, K], plus the LoRA outputs."""
+    """Return x W^T + b [M, N] for x [M, K] and W [N, K], plus the LoRA outputs of `adapted`."""
     x, plan = _plan(x, weight, 1, adapted)
     if adapted is None or takes_along(plan, adapted):
         if plan is None:
@@ -234,7 +236,8 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor:
-    """Return silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K], each plus the LoRA outputs."""
+    """Return silu(x G^T) * (x U^T) for x [M, K]; the weight [2N, K] has the rows of G, then those of U. The
+    LoRA outputs of `adapted` are added to both products."""
     x, plan = _plan(x, weight, 2, adapted)
     if plan is not None and (adapted is None or takes_along(plan, adapted)):
         return multiply(x, weight, None, plan, gated=True, adapted=adapted)
@@ -242,9 +245,9 @@ def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor
 
 
 def takes_along(plan: Plan, adapted: LoRAHeads) -> bool:
-    """Whether the GEMM kernel adds the LoRA outputs. If it reads B, the outputs of a program must belong to
-    one part, and registers must suffice for its sums. In the batch-invariant mode a separate kernel always
-    adds them after rounding."""
+    """Whether the GEMM kernel of `plan` adds the LoRA outputs of `adapted`. If it reads B, the outputs of a
+    program must belong to one part, and registers must suffice for its sums. In the batch-invariant mode a
+    separate kernel always adds them after rounding."""
     if batch_invariant.is_on():
         return False
     if isinstance(plan, TilesPlan) and adapted.tokens.few is None:
@@ -265,9 +268,9 @@ def multiply(
     blocked: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply by a plan. A weight in e4m3 (or in int8, for a `RowsPlan`) has a `scale` per output, or per
-    block of 128 x 128 if `blocked`. A `TilesPlan` then takes x in e4m3 with its `x_scale`. `dtype` is the
-    dtype of the output."""
+    """Compute `linear`, or `gated` if `gated`, with the kernel of `plan`. A weight in e4m3 (or in int8, for a
+    `RowsPlan`) has a `scale` per output, or per block of 128 x 128 if `blocked`; for a `TilesPlan`, x is then
+    in e4m3 with its `x_scale`. `dtype` is the dtype of the output."""
     num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
     out = torch.empty(num, size_out, dtype=dtype or x.dtype, device=x.device)
     ahead, grid = overlap(num, min(size_in, size_out)), cdiv(size_out, plan.rows)
@@ -294,7 +297,8 @@ def multiply(
 
 
 def _lora_arguments(x: Tensor, adapted: LoRAHeads) -> Expansion:
-    """Return the LoRA arguments of `_tiles`, which reads B, or adds the LoRA outputs of few rows."""
+    """Return the LoRA arguments of `_tiles`, after the launch of the kernels that compute them: LoRA outputs
+    if there are few rows per adapter, otherwise shrunk rows."""
     if (few := adapted.tokens.few) is not None:
         return Expansion(lora_outputs(x, adapted._replace(tokens=few)), 0, ())
     return Expansion.of(adapted, shrink(x, adapted, late=True))
@@ -310,7 +314,7 @@ def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
 
 
 def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> tuple[Tensor, Plan]:
-    """Return x and the plan. In the batch-invariant mode, x is copied if it is not aligned for the plan."""
+    """Return x [M, K] and its plan. In the batch-invariant mode, x is copied if it is not aligned for TMA."""
     most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
     if weight.dtype not in (torch.bfloat16, torch.float16) or not len(x):
         return x, None
@@ -330,8 +334,8 @@ def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> t
 
 @functools.cache
 def has_room() -> bool:
-    """Whether the tiles in flight, up to 197 KB, fit the shared memory of a multiprocessor, as on Hopper and
-    large Blackwell GPUs."""
+    """Whether the tiles that are loaded at the same time, up to 197 KB, fit into the shared memory of a
+    multiprocessor, as on Hopper and large Blackwell GPUs."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
 
 

@@ -1,9 +1,9 @@
 """MLA on a GPU, over caches [num_blocks, block_size, RANK + ROPE]: a latent, then a rotated key.
 
-In decodes all heads attend to the same latents, which are keys and values at once. `shares` (split-KV) loads
-the latents once for all heads of a token, each program an equal share of all keys; `merge` combines the
-shares of a sequence. In prefill, `gather` copies the latents of a sequence from its blocks. The latents are
-expanded to keys and values, to which `tiles` attends.
+In decodes all heads attend to the same latents, which are keys and values at once. In `shares` (split-KV),
+each program processes an equal share of the keys of all sequences, and loads a latent once for all heads of a
+token. `merge` combines the partial results of a sequence. In prefill, `gather` copies the latents of a
+sequence from its blocks. The latents are expanded to keys and values, to which `tiles` attends.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -18,7 +18,7 @@ from quire.kernels.triton.split_kv_shares import share
 
 
 class Latents(NamedTuple):
-    """Latent cache of one layer; strides are in elements."""
+    """Latent cache of one layer, [num_blocks, block_size, RANK + ROPE]; strides are in elements."""
 
     data: Any
     block_stride: Any
@@ -37,8 +37,8 @@ class Queries(NamedTuple):
 
 
 class PartialMLA(NamedTuple):
-    """Partial results of sequences that lie in several shares. A share has up to two: of a sequence continued
-    from the previous share, and of one continued in the next share."""
+    """Partial results of sequences whose keys lie in several shares, for `merge`. A share has up to two: of a
+    sequence that begins in an earlier share, and of one that continues in the next share."""
 
     sums: Any
     """[groups, shares, 2, rows, RANK] float32"""
@@ -56,9 +56,10 @@ def enter(
     LIMIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Norm the latent, rotate the key and write both; rotate the queries in place. Grid: (tokens, 2).
+    """For one token, normalize the latent, apply RoPE to the key and write both to the cache, or apply RoPE
+    to the queries in place. Grid: (tokens, 2).
 
-    An 8-bit cache holds values up to LIMIT, divided by `scale`.
+    Values of an 8-bit cache are divided by `scale` and at most LIMIT.
     """
     token, pair = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
     rotated = pair < ROPE // 2
@@ -94,7 +95,7 @@ def enter(
 
 @triton.jit
 def _to_cache(x: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
-    """Scale and clamp values for an 8-bit cache."""
+    """Return x divided by `scale` and clamped to LIMIT, for an 8-bit cache; with LIMIT 0, return x."""
     return x if LIMIT == 0 else tl.clamp(x.to(tl.float32) / scale, -LIMIT, LIMIT)
 
 
@@ -115,9 +116,9 @@ def shares(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend one share of all keys; output [tokens, heads, RANK]. The rows of a sequence are the heads of its
-    queries, in groups of BLOCK_M. The keys of all sequences are concatenated in tiles of BLOCK_N; a share has
-    at least `least` tiles. Grid: (groups, shares)."""
+    """Compute attention to one share of the keys of all sequences; `out` is [tokens, heads, RANK]. The rows
+    of a sequence are the heads of its queries, in groups of BLOCK_M. The tiles of BLOCK_N keys are numbered
+    over all sequences; a share has at least `least` tiles. Grid: (groups, shares)."""
     at, end, size, index, begin = share(seqs, None, num_seqs, least, 0, False, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     follow(OVERLAP)
@@ -217,10 +218,8 @@ def _accumulate(
     end: tl.tensor, scores_by: tl.tuple,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return each row's sum of latents (in two halves), maximum score and sum of weights for the keys
-    first..end.
-
-    Two halves give two independent chains of tensor core operations, which can overlap.
+    """Return each row's weighted sum of latents (in two halves), maximum score and sum of weights for the
+    keys first..end. Two halves give two independent chains of tensor core operations, which can overlap.
     """
     left, right, rope = rows
     BLOCK_M: tl.constexpr = left.shape[0]
@@ -257,7 +256,7 @@ def _accumulate(
 
 @triton.jit
 def _load(rows: tl.tensor, dims: tl.tensor, exists: tl.tensor, DIM: tl.constexpr) -> Any:
-    """Load rows, with zeros for rows and dimensions that do not exist."""
+    """Load elements `dims` of the vectors at `rows`, with zeros where a row or dimension does not exist."""
     if dims.shape[0] != DIM:
         exists &= (dims < DIM)[None, :]
     return tl.load(rows + dims[None, :], mask=exists, other=0.0)
@@ -302,8 +301,8 @@ def gather(
     out: tl.tensor, cache: tl.tuple, seqs: tl.tuple, work: tl.tensor, scale: tl.tensor,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy a tile of latents to `out`. `work` [tiles, 3] holds the sequence, its first key and the row in
-    `out`. Grid: (tiles,)."""
+    """Copy a tile of cached latents and rotated keys to `out` [keys, WIDTH]. `work` [tiles, 3] has for each
+    tile its sequence, its first key and the row in `out`. Grid: (tiles,)."""
     work += 3 * tl.program_id(0)
     seq, first, to = tl.load(work), tl.load(work + 1), tl.load(work + 2)
     keys, dims = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
@@ -326,9 +325,9 @@ def tiles(
     NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute attention of one tile of queries and one head. `work` [tiles, 3] holds the sequence, its first
-    query, and where its keys begin in `kv` [keys, heads, NOPE + V] and `turned` [keys, ROPE]. Grid: (tiles,
-    heads)."""
+    """Compute attention of one tile of queries and one head. `work` [tiles, 3] has for each tile its
+    sequence, its first query, and where the sequence begins in the keys and values `kv` [keys, heads, NOPE +
+    V] and the rotated keys `turned` [keys, ROPE]. Grid: (tiles, heads)."""
     work, head = work + 3 * tl.program_id(0), tl.program_id(1)
     seq, skipped, begin = tl.load(work), tl.load(work + 1), tl.load(work + 2).to(tl.int64)
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)

@@ -17,7 +17,7 @@ _LOG2_E = 1.4426950408889634
 _HOPPER_BYTES = 228 << 10
 """Shared memory of a Hopper multiprocessor."""
 _MERGED = 2048
-"""Partial sums that each warp of `merge` loads at once."""
+"""Number of partial sums that each warp of `merge` loads at once."""
 GATHERED_KEYS = 16
 """Keys per tile of `gather`."""
 
@@ -32,12 +32,12 @@ class MLASizes(NamedTuple):
     v: int
     scale: float
     k_scale: float = 1.0
-    """Scale of an 8-bit cache: the cache holds values divided by this scale."""
+    """Scale by which the values of an 8-bit cache are divided."""
 
 
 # Measured on an H200: benchmarks/kernel_mla.py.
 def share_shape(rows: int, dtype: torch.dtype, sm_bytes: int) -> AttentionShape:
-    """Return the shape for `shares` if a sequence has `rows` rows (queries times heads)."""
+    """Return the shape of the decode kernel `shares` if a sequence has `rows` rows (queries times heads)."""
     if dtype == torch.float32:
         return AttentionShape(16, 16, 4, 1)
     if rows <= 16:
@@ -48,7 +48,7 @@ def share_shape(rows: int, dtype: torch.dtype, sm_bytes: int) -> AttentionShape:
 
 
 def tile_shape(dtype: torch.dtype, sm_bytes: int) -> AttentionShape:
-    """Return the shape for `tiles`."""
+    """Return the shape of the prefill kernel `tiles`."""
     if dtype == torch.float32:
         return AttentionShape(32, 32, 4, 1)
     return AttentionShape(128, 128, 8, 2) if sm_bytes >= _HOPPER_BYTES else AttentionShape(64, 32, 4, 2)
@@ -72,8 +72,9 @@ def enter(
     *,
     neighbours: bool,
 ) -> None:
-    """Rotate the last dimensions of queries [T, heads, nope + rope] in place. Norm, rotate and write latents
-    and keys [T, rank + rope] to their slots."""
+    """Apply RoPE in place to the last dimensions of queries q [T, heads, nope + rope]. Normalize the latents
+    and rotate the keys of kv [T, rank + rope], and write both to `slots` [T] of the cache. With `neighbours`,
+    RoPE rotates adjacent values as pairs."""
     if not len(q):
         return
     ahead = overlap(len(q), sizes.heads * (sizes.nope + sizes.rope))
@@ -99,8 +100,8 @@ def attend_shares(
     shape: AttentionShape | None = None,
     shares: int | None = None,
 ) -> None:
-    """Write attention [T, heads, rank] of queries [T, heads, rank] and [T, heads, rope] to `out`. No sequence
-    has more than `most_queries` queries."""
+    """Write the attention of queries with the parts `latent` [T, heads, rank] and `rope` [T, heads, rope] to
+    `out` [T, heads, rank]. No sequence has more than `most_queries` queries."""
     rows, num_seqs = most_queries * sizes.heads, len(seqs.seq_lens)
     num_sms, sm_bytes = sms(latent.device)
     shape = shape or share_shape(rows, latent.dtype, sm_bytes)
@@ -135,7 +136,7 @@ def attend_fixed(
     sizes: MLASizes,
     most_queries: int,
 ) -> None:
-    """Compute `attend_shares` in the batch-invariant mode: with one shape for any batch, without splits."""
+    """Compute `attend_shares` in the batch-invariant mode: with one tile shape and without splits."""
     rows, sm_bytes = most_queries * latent.shape[1], sms(latent.device)[1]
     shape = share_shape(64, latent.dtype, sm_bytes)
     launch(kernels.fixed_rows, triton.cdiv(rows, shape.block_m), len(seqs.seq_lens))(
@@ -147,7 +148,8 @@ def attend_fixed(
 
 
 def gather(out: Tensor, cache: Latents, seqs: AttentionSeqs, work: Tensor, k_scale: float) -> None:
-    """Copy the latents of sequences from their blocks, one sequence after the other: [keys, rank + rope]."""
+    """Copy the cached latents of sequences from their blocks to `out` [keys, rank + rope], one sequence after
+    the other; `work` is as in the kernel."""
     launch(kernels.gather, len(work))(
         out, cache, seqs, work, k_scale, WIDTH=out.shape[1], BLOCK_SIZE=cache.data.shape[1],
         BLOCK_N=GATHERED_KEYS, BLOCK_W=_pad(out.shape[1]),
@@ -164,8 +166,8 @@ def attend_tiles(
     sizes: MLASizes,
     shape: AttentionShape,
 ) -> None:
-    """Compute attention of queries [T, heads, nope + rope] to expanded [keys, heads, nope + v], for some
-    heads."""
+    """Compute attention of the queries q [T, heads, nope + rope] to expanded keys and values `kv` [keys,
+    heads, nope + v] and rotated keys `turned` [keys, rope], for some of the layer's heads."""
     launch(kernels.tiles, len(work), kv.shape[1])(
         out, out.stride(0), q, q.stride(0), kv, kv.stride(0), turned, turned.stride(0), seqs, work,
         _scores(sizes.scale), NOPE=sizes.nope, ROPE=sizes.rope, V=sizes.v, BLOCK_M=shape.block_m,

@@ -1,7 +1,7 @@
 """MoE layers on a GPU; the reference is `mix` of `kernels/reference/moe.py`.
 
-A pair is a token and one of its experts. For few tokens, programs hold whole weight rows of each pair's
-expert in registers. For more tokens, pairs are sorted by expert. Tiles of pairs with the same expert are
+A pair is a token and one of its experts. For few tokens, programs load whole weight rows of each pair's
+expert into registers. For more tokens, pairs are sorted by expert. Tiles of pairs with the same expert are
 multiplied with its weights on the tensor cores, so that each chosen expert is read once. Nothing here
 synchronizes with the device, and launches depend on the number of tokens only, so that CUDA graphs can
 capture them. Sums have a fixed order: results are deterministic.
@@ -33,7 +33,7 @@ __all__ = ["choose", "mix", "most_tiles", "route", "sort"]
 
 
 class MoERowsPlan(NamedTuple):
-    """Rows of gate and up, and of each expert's down, per program, and warps."""
+    """Weight rows of gate and up per program, those of down per program and expert, and the warps of both."""
 
     up: int
     down: int
@@ -51,7 +51,7 @@ class MoETile(NamedTuple):
 
 
 class MoETilesPlan(NamedTuple):
-    """Tiles of `num` pairs: for gate and up, and for down."""
+    """Tiles of `num` (token, expert) pairs: for gate and up, and for down."""
 
     num: int
     up: MoETile
@@ -65,7 +65,7 @@ _TILES = {
     64: (MoETile(128, 64, 4, 4), MoETile(128, 64, 4, 4)),
     128: (MoETile(128, 64, 8, 4), MoETile(128, 64, 4, 3)),
 }
-"""Tiles of gate and up, and of down, by pairs per tile."""
+"""Tiles of gate and up, and of down, by the number of pairs per tile."""
 _TILES_OF_E4M3 = {
     16: (MoETile(128, 256, 8, 3), MoETile(128, 128, 4, 3)),
     32: (MoETile(128, 256, 8, 3), MoETile(128, 128, 4, 3)),
@@ -87,8 +87,8 @@ def _up_rows(
     TOP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr,
     LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ROWS outputs of gate and up for one pair. The next kernel starts after `ids` are written. Grid:
-    (pairs * size_out / ROWS,)."""
+    """Compute ROWS elements of act(gate) * up for one (token, expert) pair, to `out` [pairs, size_out]. The
+    next kernel may start only after `ids` are written. Grid: (pairs * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     pair, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, LENGTH)
@@ -130,8 +130,8 @@ def _down_rows(
     TOP: tl.constexpr, BLOCKED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ROWS outputs of down for one token. `EXPERTS` >= TOP is a power of two. Grid: (tokens *
-    size_out / ROWS,).
+    """Compute ROWS outputs of down for one token, weighted and summed over its TOP experts, to `out` [tokens,
+    size_out]. `EXPERTS` >= TOP is a power of two. Grid: (tokens * size_out / ROWS,).
 
     `ids` and `weights` are read before `_up_rows` has ended, and bypass the L1 cache.
     """
@@ -179,7 +179,8 @@ def mix(
     activation: str,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
+    """Return for each token the weighted sum of its experts' outputs, [T, hidden], for x [T, hidden]; `ids`
+    and `weights` [T, per_token] are those of `route`."""
     if not len(x):
         return torch.empty_like(x)
     num_experts, _, intermediate = experts.down.shape
@@ -198,7 +199,7 @@ def mixed(
     plan: Plan,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """Compute `mix` by a plan."""
+    """Compute `mix` with the kernels of `plan`."""
     num_experts, _, inner = experts.down.shape
     pairs = None if adapters is None else PairAdapters.of(adapters, ids)
     if isinstance(plan, MoERowsPlan):
@@ -262,7 +263,8 @@ def multiply(
     adapters: PairAdapters | None = None,
     ahead: bool,
 ) -> None:
-    """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
+    """Multiply the rows of sorted pairs by the weights of their experts. With an activation, compute gate and
+    up from tokens x; without one, down from rows x of sorted pairs."""
     weight, bias, scale = experts.gate_up, experts.gate_up_bias, experts.gate_up_scale
     if not activation:
         weight, bias, scale = experts.down, experts.down_bias, experts.down_scale
@@ -294,8 +296,9 @@ def plan_of(
     blocked: bool = False,
     fixed: bool = False,
 ) -> Plan:
-    """Return the plan for `num_pairs` pairs, `top` per token; `dtype` is that of the weights. The tiles of a
-    `fixed` plan add in one order, whatever their height.
+    """Return the plan for `num_pairs` (token, expert) pairs, `top` per token; `dtype` is that of the weights,
+    and `blocked` says whether their scales are per block. The tiles of a `fixed` plan add in one order,
+    whatever their height.
 
     The plans were measured on an H200 in CUDA graphs of layers with different weights; see
     docs/evidence/kernels.md.

@@ -17,7 +17,7 @@ _MOST_AHEAD = 256
 """Maximum tokens for which kernels are launched with PDL."""
 
 _CHUNKS = 128, 512, 2048, 4096
-"""Pairs that a program sorts at a time: the first number that fits all pairs, or the last."""
+"""Number of pairs that a program sorts at a time: the first that is enough for all pairs, or the last."""
 _SPANS = 4
 """Maximum programs per expert."""
 
@@ -39,11 +39,11 @@ def _sort(
     span: tl.tensor,
     HEIGHT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the pairs of one expert in `span` chunks to their sorted positions. Grid: (experts, chunks /
-    span).
+    """Write the pairs of one expert that lie in `span` chunks to their sorted positions in `order`. Grid:
+    (experts, chunks / span).
 
-    The programs of the first chunks also list the tiles of `HEIGHT` pairs in `work`. If `ALONE`, there is a
-    single chunk, which `_count` has not counted.
+    The programs of the first chunks also list the tiles of up to HEIGHT pairs in `work`. If `ALONE`, there is
+    a single chunk, and `_count` was not launched.
     """
     expert, chunk, bins = tl.program_id(0), tl.program_id(1) * span, tl.arange(0, BINS)
     follow(OVERLAP)
@@ -79,8 +79,8 @@ def _sort(
 
 @triton.jit
 def tile_at(order: tl.tensor, work: tl.tensor, tile: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
-    """Return the expert of a tile that `sort` has listed, its first pair and the end of its pairs, and their
-    places before and after the sort."""
+    """Return for a tile of `sort` its expert, the range start..end of its sorted pairs, and for NUM pairs the
+    index before the sort and after it."""
     work += 4 + 4 * tile
     expert, start, end = tl.load(work), tl.load(work + 1), tl.load(work + 2)
     m = start + tl.arange(0, NUM)
@@ -88,9 +88,9 @@ def tile_at(order: tl.tensor, work: tl.tensor, tile: tl.tensor, NUM: tl.constexp
 
 
 def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
-    """Return the pairs sorted by expert [pairs], without those of experts on other ranks (id below 0), and
-    the tiles: their number, then from 4 on for each tile of up to `height` pairs its expert, first pair, end,
-    and padding."""
+    """Sort the (token, expert) pairs of `ids` by expert, without those with an id below 0 (experts of other
+    ranks). Return the indices of the sorted pairs, and the tiles of up to `height` pairs of an expert: their
+    number, then from element 4 on for each tile its expert, first sorted pair, end, and padding."""
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
     chunk = next((size for size in _CHUNKS if num <= size), _CHUNKS[-1])
     chunks = triton.cdiv(num, chunk)
@@ -109,13 +109,13 @@ def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
 
 
 def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
-    """Return the most tiles for any distribution of pairs."""
+    """Return the maximum number of tiles of `height` pairs, for any distribution of pairs over experts."""
     touched = min(num_pairs, num_experts)
     return touched + (num_pairs - touched) // height
 
 
 class ExpertGEMM(Protocol):
-    """Computes a row for each pair from rows of tokens, or of sorted pairs."""
+    """Function that writes a row of `out` for each sorted pair, from rows x of tokens or of sorted pairs."""
 
     def __call__(self, out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None: ...
 
@@ -130,8 +130,8 @@ def sorted_mix(
     sizes: tuple[int, int],
     height: int,
 ) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs for each token [T, hidden], in tiles of `height`
-    pairs; `sizes` are the number of experts and the intermediate size."""
+    """Compute `mix` of kernels/reference/moe.py, [T, hidden] for x [T, hidden], in tiles of `height` pairs by
+    `up` and `down`. `sizes` are the number of experts and the intermediate size."""
     (num, hidden), (num_experts, inner) = x.shape, sizes
     ahead = num <= _MOST_AHEAD and overlap(1)
     activated = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
@@ -145,7 +145,8 @@ def sorted_mix(
 
 
 def add(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *, ahead: bool) -> None:
-    """Sum the weighted rows of each token's pairs; pairs with an id below 0 are skipped."""
+    """Write to `out` [T, hidden] for each token the weighted sum of the rows x [pairs, hidden] of its pairs;
+    pairs with an id below 0 are skipped."""
     num, hidden = out.shape
     top = weights.shape[1]
     launch(_sum, num, triton.cdiv(hidden, _SUMMED))(
@@ -159,8 +160,8 @@ def _sum(
     out: tl.tensor, x: tl.tensor, ids: tl.tensor, weights: tl.tensor, size: tl.tensor,
     TOP: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sum BLOCK elements of one token's pairs. `EXPERTS` >= TOP is a power of two. Grid: (tokens, size /
-    BLOCK)."""
+    """Compute BLOCK elements of `add` for one token. `EXPERTS` >= TOP is a power of two. Grid: (tokens, size
+    / BLOCK)."""
     token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     at, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), token * TOP + rank
     follow(OVERLAP)

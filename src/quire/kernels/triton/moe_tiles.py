@@ -18,9 +18,9 @@ def tiles(
     TOP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile of sorted pairs. `weight` is a descriptor of tiles; x has `num` rows. With an
-    activation, compute gate and up from tokens `x`. Without one, compute down from tiles `x` of sorted pairs,
-    and store rows in their order before the sort. Grid: (tiles * size_out / ROWS,)."""
+    """Compute a tile of sorted (token, expert) pairs. `weight` is a descriptor of tiles; x has `num` rows.
+    With an activation, compute gate and up from tokens `x`. Without one, compute down from tiles `x` of
+    sorted pairs, and store rows in their order before the sort. Grid: (tiles * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
     follow(OVERLAP)
@@ -60,8 +60,8 @@ def _finish(
     slots: tl.tensor,
     NUM: tl.constexpr, ACTIVATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the output of `tiles`. LoRA outputs of gate and up are by pairs, those of down by sorted
-    pairs."""
+    """Return the output of `tiles` from its sums: add bias and LoRA outputs, and apply the activation. LoRA
+    outputs of gate and up are indexed by pair, those of down by sorted pair."""
     src = pair if ACTIVATION != "" else m.to(tl.int64)
     place = src[:, None] * (2 * size_out if ACTIVATION != "" else size_out) + n[None, :]
     y = _add_bias(acc, bias, row, n < size_out, out, added, slots, src, place, inside, NUM)
@@ -78,8 +78,8 @@ def _dot(
     scale: tl.tensor, x_scale: tl.tensor, x_row: tl.tensor, num: tl.tensor, size_in: tl.tensor,
     BLOCKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add the product of one step; `block` is the row of its weight scale, `x_row` are the rows of
-    `x_scale`."""
+    """Return `acc` plus the product of one step of inputs from `at` on; `block` is the row of the weight's
+    scales, `x_row` are the rows of `x_scale`."""
     w = weight.load([row, at])
     if BLOCKED:
         of_x = along_x(tl.load(x_scale + at // 128 * num + x_row), a.shape[0])
@@ -106,7 +106,8 @@ def _add_bias(
     slots: tl.tensor, src: tl.tensor, place: tl.tensor, inside: tl.tensor,
     NUM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Transpose the sums if needed, add the bias and the LoRA outputs of rows `src` at `place`, and round."""
+    """Return the sums (transposed if needed) plus bias and LoRA outputs, rounded. `src` are the rows' indices
+    in `slots`, `place` the offsets of the LoRA outputs in `added`."""
     if bias is not None:
         offset = tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
         acc += offset[:, None] if NUM < 64 else offset[None, :]
@@ -118,7 +119,8 @@ def _add_bias(
 
 @triton.jit
 def _scale_rows(expert: tl.tensor, first_n: tl.tensor, size_out: tl.tensor) -> tl.tensor:
-    """Return the scale rows of an expert's gate part and of its up part."""
+    """Return the row of block scales at which the outputs from `first_n` on begin, for an expert's gate
+    projection and for its up projection."""
     block = expert * tl.cdiv(2 * size_out, 128) + first_n // 128
     return block, block + size_out // 128
 

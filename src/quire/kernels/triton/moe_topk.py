@@ -16,7 +16,7 @@ from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, library_li
 from quire.kernels.triton.tile_dots import LONGEST, arrivals_of
 
 _HELD = 4096
-"""Router elements per program of `_choose`."""
+"""Elements of the router's weight per program of `_choose`."""
 _TILES, _MOST_TILED = TilesPlan(16, 64, 128, 8, 4, 4), 256
 """Plan of the router GEMM for more than one token, and the maximum tokens for this plan."""
 _LEAST: tl.constexpr = tl.constexpr(-1e30)
@@ -70,7 +70,8 @@ def _choose(
 
 @triton.jit
 def _experts(HOW: tl.constexpr) -> tl.tensor:
-    """Return the expert of each column, and whether it exists; groups begin at powers of two."""
+    """Return for each column of a row of logits its expert, and whether it exists. Groups of experts are
+    padded to powers of two."""
     at = tl.arange(0, HOW[3] * HOW[4])
     group, place = at // HOW[4], at % HOW[4]
     return group * HOW[6] + place, (group < HOW[5]) & (place < HOW[6])
@@ -84,7 +85,7 @@ def _choose_experts(
 ) -> None:  # fmt: skip
     """Choose the experts of some tokens from logits [tokens, columns]; `HOW` is the result of `_how`.
 
-    Padding rows may hold anything; the chosen experts exist and differ even then.
+    Rows of padding tokens may be arbitrary; the chosen experts exist and differ even then.
     """
     TOP: tl.constexpr = HOW[0]
     SIGMOID: tl.constexpr = HOW[1]
@@ -122,8 +123,8 @@ def _choose_experts(
 def _mask_groups(
     choice: tl.tensor, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr
 ) -> tl.tensor:
-    """Reduce the scores outside of the `TOP` best groups to less than any score. The score of a group is the
-    sum of the scores of its `BEST` best experts."""
+    """Replace the scores of experts outside of the TOP best groups by less than any score. The score of a
+    group is the sum of the scores of its BEST best experts."""
     NUM: tl.constexpr = choice.shape[0]
     group, place = tl.arange(0, GROUPS)[None, :], tl.arange(0, SIZE)[None, None, :]
     choice = tl.reshape(choice, [NUM, GROUPS, SIZE])
@@ -156,7 +157,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 def choose(
     x: Tensor, router: Tensor, routing: Routing, bias: Tensor | None = None, router_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Route x R^T + b for x [T, hidden] and R [experts, hidden]."""
+    """Return `route` of the logits x R^T + b for x [T, hidden] and the router R [experts, hidden]."""
     (num, size), experts = x.shape, len(router)
     length = triton.next_power_of_2(size)
     is_fixed = batch_invariant.is_on()
@@ -185,8 +186,8 @@ def _allocate(num: int, routing: Routing, device: torch.device) -> tuple[Tensor,
 
 
 def _how(routing: Routing, experts: int) -> tuple[int, ...]:
-    """Return the compile-time constants: experts per token, sigmoid, renormalized; groups and group size as
-    powers of two, then as they are; chosen groups, and experts that determine a group's score."""
+    """Return the compile-time constants: experts per token, sigmoid, renormalized; groups and group size,
+    rounded up to powers of two and then exact; chosen groups; experts that determine a group's score."""
     top, scoring, renormalized, _, groups, top_groups, group_best = routing
     size, columns = experts // groups, triton.next_power_of_2(groups)
     wide = max(triton.next_power_of_2(size), 16 // columns)

@@ -1,8 +1,8 @@
 """MoE layers in MXFP4 on a GPU, with weights dequantized in registers.
 
 The reference is `mix` of `kernels/reference/moe.py`. A byte of the weights has elements i and 16 + i of its
-block. The bits of an element, moved to those of a float32, are the element's value divided by 2^126. The
-result is multiplied by 2^63 twice, because 2^126 times the scale exceeds float32.
+block of 32. The bits of an element, moved to the exponent and mantissa of a float32, give its value divided
+by 2^126. The result is multiplied by 2^63 twice, because 2^126 times the scale exceeds float32.
 """
 
 import functools
@@ -26,7 +26,7 @@ _BLOCKS = tl.constexpr(32)
 
 
 class Mxfp4Weights(NamedTuple):
-    """Weights of all experts of a layer. The first half of `gate_up` is the gate."""
+    """Weights of all experts of a layer. The first half of the rows of `gate_up` is the gate projection."""
 
     gate_up: Tensor
     """[experts, 2 * intermediate, hidden / 32, 16]"""
@@ -40,7 +40,7 @@ class Mxfp4Weights(NamedTuple):
 
 @triton.jit
 def _decode(codes: tl.tensor) -> Any:
-    """Return both values of each byte, divided by 2^126."""
+    """Return the low and the high value of each byte of codes, in float32 and divided by 2^126."""
     wide = codes.to(tl.int32)
     low = ((wide & 7) << 22) | ((wide & 8) << 28)
     high = ((wide & 0x70) << 18) | ((wide & 0x80) << 24)
@@ -49,7 +49,7 @@ def _decode(codes: tl.tensor) -> Any:
 
 @triton.jit
 def _power(scales: tl.tensor) -> tl.tensor:
-    """Return 2^63 times the scale; the caller multiplies by the other 2^63."""
+    """Return 2^63 times the scales, which are stored as exponents; callers multiply by another 2^63."""
     return ((tl.minimum(scales.to(tl.int32), 191) + 63) << 23).to(tl.float32, bitcast=True)
 
 
@@ -57,7 +57,7 @@ def _power(scales: tl.tensor) -> tl.tensor:
 def _row_sums(
     x: tl.tensor, codes: tl.tensor, scales: tl.tensor, rows: tl.tensor, live: tl.tensor, blocks: tl.tensor
 ) -> tl.tensor:
-    """Return the products of x with weight rows of `blocks` blocks. A thread holds whole blocks."""
+    """Return the products [rows] of x with weight rows of `blocks` blocks. A thread has whole blocks."""
     acc = tl.zeros([rows.shape[0], _BLOCKS], tl.float32)
     block, byte = tl.arange(0, _BLOCKS), tl.arange(0, 16)
     for at in range(0, blocks, _BLOCKS):
@@ -79,7 +79,8 @@ def _up_rows(
     blocks: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor,
     TOP: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ROWS outputs of gate and up for one pair. Grid: (pairs * size_out / ROWS,)."""
+    """Compute ROWS elements of act(gate) * up for a (token, expert) pair. Grid: (pairs * size_out /
+    ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     pair, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     follow(OVERLAP)
@@ -104,8 +105,8 @@ def _down_rows(
     weights: tl.tensor, blocks: tl.tensor, size_out: tl.tensor,
     TOP: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ROWS outputs of down for one token, over its experts in order. Grid: (tokens * size_out /
-    ROWS,)."""
+    """Compute ROWS outputs of down for one token, weighted and summed over its experts in order. Grid:
+    (tokens * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     token, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     follow(OVERLAP)
@@ -196,7 +197,7 @@ def _finish(
 
 
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activation: str) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
+    """Compute `mix` of kernels/reference/moe.py: return [T, hidden] for x [T, hidden]."""
     if not len(x):
         return torch.empty_like(x)
     is_fixed = batch_invariant.is_on()
@@ -207,7 +208,7 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activati
 def mixed(
     x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activation: str, plan: Plan
 ) -> Tensor:
-    """Compute `mix` by a plan."""
+    """Compute `mix` with the kernels of `plan`."""
     (num, hidden), top, inner = x.shape, ids.shape[1], 32 * experts.down.shape[2]
     up, down = experts[:2], experts[2:4]
     if isinstance(plan, MoERowsPlan):
@@ -242,7 +243,7 @@ def _multiply(
     activation: str,
     ahead: bool,
 ) -> None:
-    """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
+    """Compute gate and up from tokens x (with an activation), or down from rows x of sorted pairs."""
     codes, scales = weight
     (num, size_out), tile = out.shape, plan.up if activation else plan.down
     launch(_tiles, most_tiles(num, len(codes), plan.num) * triton.cdiv(size_out, tile.rows))(
@@ -258,7 +259,7 @@ _TILES = {
     64: (MoETile(64, 128, 4, 3), MoETile(128, 128, 4, 3)),
     128: (MoETile(64, 64, 8, 3), MoETile(128, 64, 8, 3)),
 }
-"""Tiles of gate and up, and of down, by pairs per tile."""
+"""Tiles of gate and up, and of down, by the number of pairs per tile."""
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def _widen(
 
 
 def linear(x: Tensor, weight: Halves, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b."""
+    """Return x W^T + b for x [M, K] and W [N, K]."""
     return library_linear(x, widen(weight, x.dtype), bias)
 
 

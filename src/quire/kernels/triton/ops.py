@@ -20,9 +20,9 @@ from quire.kernels.triton.moe_topk import route
 _GATHERED = 2048
 """Elements per program of elementwise and gather kernels."""
 _FEW_TOKENS = 64
-"""Maximum tokens for which a program takes only a few heads of a token, to have enough programs."""
+"""Maximum tokens for which a program processes only a few heads of a token, to have enough programs."""
 _NO_FRACTION = tl.constexpr(12582912.0)
-"""1.5 * 2**23: float32 numbers of this size are integers."""
+"""1.5 * 2**23: float32 numbers near it are integers."""
 _LEAST = tl.constexpr(1e-30)
 """Least absolute maximum of a head in an int8 cache, equal to that of the reference."""
 
@@ -92,8 +92,8 @@ def _elementwise(
     out: tl.tensor, x: tl.tensor, other: tl.tensor, number: tl.tensor, size: tl.tensor, width: tl.tensor,
     KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Apply one operation to each of `size` elements; `other` has one value per element, per `width`
-    elements, or per column."""
+    """Apply the operation KIND to each of `size` elements of x. Its operand is `number`, or `other` with one
+    value per element, per row of `width` elements, or per column. Grid: (size / BLOCK,)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     follow(OVERLAP)
@@ -120,7 +120,7 @@ def put(
     values: tl.tensor, exists: tl.tensor, dims: tl.tensor, where: tl.tuple,
     SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dimensions `dims` of some heads: queries to `q`, keys and values to their slots."""
+    """Store dimensions `dims` of heads of a token: queries to `q`, keys and values to its cache slot."""
     q, k_cache, v_cache, q_offset, slot, is_q, is_k, is_v, k_scale, v_scale = where
     narrow = values.to(q.dtype.element_ty)
     tl.store(q + q_offset[:, None] + dims[None, :], narrow, mask=is_q[:, None] & exists)
@@ -146,7 +146,8 @@ def _rotate_and_write(
     BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rotate and store some heads: left and right half, unrotated rest. Grid: (tokens, heads / HEADS)."""
+    """Apply norms and RoPE to HEADS heads of a token, and store them: the left and right half that are
+    rotated, then the rest. Grid: (tokens, heads / HEADS)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q, is_v = head < Q_HEADS, (head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
@@ -191,14 +192,14 @@ def _rotate_and_write(
 
 @triton.jit
 def _most(x: tl.tensor, exists: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Return the absolute maximum of each row after rounding to KIND; infinity if the row has NaN."""
+    """Return the absolute maximum of each row of x, rounded to dtype KIND; infinity if the row has NaN."""
     size = tl.abs(x.to(KIND).to(tl.float32))
     return tl.max(tl.where(exists, tl.where(size == size, size, float("inf")), 0.0), 1)
 
 
 @triton.jit
 def angles(row: tl.tensor, dims: tl.tensor, has_rope: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """Load cosines and sines; heads without RoPE get cosines of 1 and sines of 0."""
+    """Load cosines and sines of RoPE, [heads, dims]. For heads without RoPE (values) they are 1 and 0."""
     cos = tl.load(row + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(row + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     return tl.where(has_rope, cos, 1.0), tl.where(has_rope, sin, 0.0)
@@ -210,7 +211,7 @@ def _norm_heads(
     exists: tl.tensor, is_q: tl.tensor, has_rope: tl.tensor,
     kind: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return dimensions `dims` of query and key heads normed; values are unchanged."""
+    """Return dimensions `dims` of heads; those of queries and keys are multiplied by `factor` and weight."""
     for_q = tl.load(q_weight + dims, mask=exists, other=0.0).to(tl.float32)[None, :]
     for_k = tl.load(k_weight + dims, mask=exists, other=0.0).to(tl.float32)[None, :]
     normed = (x * factor).to(kind).to(tl.float32) * tl.where(is_q[:, None], for_q, for_k)
@@ -218,7 +219,7 @@ def _norm_heads(
 
 
 def limit_of(cache: Tensor) -> float:
-    """Return the largest value of an 8-bit cache; 0 for other caches."""
+    """Return the largest value that an 8-bit cache represents; 0 for other caches."""
     if cache.dtype == torch.int8:
         return INT8_LIMIT
     return torch.finfo(cache.dtype).max if cache.element_size() == 1 else 0.0

@@ -20,7 +20,7 @@ from quire.kernels.triton.ops import angles, limit_of, put
 from quire.kernels.triton.tile_dots import LONGEST, scales_of
 
 _NUMBERS = 4096
-"""Least number of weight elements of each half per program; twice as many for 1-byte weights."""
+"""Minimum elements of the weight of each half of a head per program; twice as many for 8-bit weights."""
 
 
 class _Caches(NamedTuple):
@@ -42,7 +42,8 @@ def _enter(
     SCALED: tl.constexpr, LIMIT: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr,
     LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute, rotate and store some rows of one head. Grid: (heads, HALF / ROWS)."""
+    """Compute ROWS outputs of the left half of a head and the outputs that are rotated with them, and store
+    them. Grid: (heads, HALF / ROWS)."""
     head, n = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row, k = tl.program_id(0) * (2 * HALF) + n, tl.arange(0, LENGTH)
     at, exist = weight + row.to(tl.int64)[:, None] * size_in + k[None, :], (k < size_in)[None, :]
@@ -78,7 +79,7 @@ def _enter(
 def _dot_rows(
     rows: tl.tensor, values: tl.tensor, scale: tl.tensor, bias: tl.tensor, like: tl.tensor
 ) -> tl.tensor:
-    """Return [1, rows] outputs, rounded as if they had been stored and loaded again."""
+    """Return the outputs [1, rows] of weight `rows` for x (`values`), rounded to the dtype of `like`."""
     sums = tl.sum(rows.to(tl.float32) * values[None, :], 1) * scale + bias
     return sums.to(like.dtype.element_ty).to(tl.float32)[None, :]
 
@@ -91,8 +92,8 @@ def enter(
     scale: Tensor | None = None,
     adapted: LoRAHeads | None = None,
 ) -> Tensor | None:
-    """Run `rotate_and_write` on x W^T + b plus the LoRA outputs, or return None if this kernel does not
-    support the case. `scale` belongs to an e4m3 weight."""
+    """Compute `Ops.rotate_and_write` for x W^T + b plus LoRA outputs, with x [T, hidden]. Return the queries,
+    or None if this kernel does not support the case. `scale` is that of an e4m3 weight."""
     num, size_in = x.shape
     k, v = entry.k_cache, entry.v_cache
     _, block_size, kv_heads, dim = k.shape

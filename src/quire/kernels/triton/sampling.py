@@ -3,10 +3,11 @@
 `_scan` reads each row once, a tile per program: the argmax, and the argmax under Gumbel noise, which is a
 sample of the softmax. Noise depends on (seed, position, token id) only, not on other rows.
 
-`_finish_sample` finishes. A row with top_k collects all candidates for its k best tokens, and the last
-program to arrive applies the limits and samples among them. Other rows with limits sample by rejection: if
-the limits reject a sample, they reject all smaller logits too, and the next sample is among larger ones. The
-limits are those of `sampling/random.py`. Probabilities are added as integers, in any order.
+`_finish_sample` writes the tokens. The limits of a row are its top_k, top_p and min_p, as in
+`sampling/random.py`. For a row with top_k, programs collect all candidates for its k best tokens, and the
+last program to arrive applies the limits and samples among them. Other rows with limits are sampled by
+rejection: if the limits reject a sample, they reject all smaller logits too, and the next sample is among
+larger ones. Probabilities are added as integers, in any order.
 
 Masks of rows, and whether a step is skipped, are read on the device: CUDA graphs can capture them.
 """
@@ -22,9 +23,9 @@ from quire.kernels.triton.launch import follow, launch, overlap
 
 TILE = tl.constexpr(4096)
 _CHUNKS = tl.constexpr(8)
-"""Chunks per tile. The k-th largest maximum of all chunks is not above the k-th largest logit."""
+"""Chunks per tile. The k-th largest maximum of all chunks is a lower bound of the k-th largest logit."""
 _FEW = tl.constexpr(2048)
-"""Most candidates of a row; with more (many equal logits), the whole row is searched."""
+"""Maximum candidates of a row; with more (many equal logits), the whole row is searched."""
 _SPLITS = 8
 _PROGRAMS = 512
 """Programs of `_finish_sample` for all rows, up to `_SPLITS` per row."""
@@ -41,16 +42,16 @@ class ConstrainedDevice(NamedTuple):
     """Grammar masks of rows on the device."""
 
     mask_of: Tensor
-    """[N] int32, the mask of each row; FREE for none; LATER in all rows skips the step"""
+    """[N] int32, index of the mask of each row, FREE for none; LATER in all rows skips the sampling"""
     width: Tensor
-    """[1] int32, words per mask"""
+    """[1] int32, number of words per mask"""
     bits: Tensor
-    """int32, consecutive masks; token t is bit t % 32 of word t // 32; ids beyond the mask are not allowed"""
+    """int32, all masks: bit t % 32 of word t // 32 is 1 if token t is allowed; ids beyond the mask are not"""
 
 
 @triton.jit
 def load_logits(row: tl.tensor, ids: tl.tensor, vocab: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Return logits over temperature (if it is not 0), infinity for NaN, and 0 for -0."""
+    """Return the logits of `ids` over the temperature (if it is not 0), infinity for NaN, and 0 for -0."""
     x = tl.load(row + ids, mask=ids < vocab, other=_NEVER).to(tl.float32)
     x = tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))
     return tl.where(x == x, x, float("inf")) + 0.0
@@ -94,7 +95,7 @@ def _tile_noise(seed: tl.tensor, position: tl.tensor, start: tl.tensor) -> tl.te
 
 @triton.jit
 def _noise(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Return the Gumbel noise of any ids."""
+    """Return the Gumbel noise of the token ids `ids`; see `_random_bits`."""
     a, b, c, d = _random_bits(seed, position, ids // 4)
     left, right = tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d)
     return _gumbel(tl.where(ids % 4 < 2, left, right))
@@ -102,7 +103,7 @@ def _noise(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _order(x: tl.tensor) -> tl.tensor:
-    """Return unsigned integers in the order of the floats."""
+    """Convert floats to unsigned integers with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
@@ -115,7 +116,7 @@ def _unorder(key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _threshold(values: tl.tensor, weights: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """Return the largest threshold such that values from it on have a weight of at least `target`."""
+    """Return the largest threshold such that values from it on have a total weight of at least `target`."""
     keys = _order(values)
     key, bit = tl.zeros([1], tl.uint32), tl.full([1], 2147483648, tl.uint32)
     for _ in range(32):
@@ -146,8 +147,8 @@ def _constrain(
     x: tl.tensor, row: tl.tensor, ids: tl.tensor, vocab: tl.tensor, mask: tl.tensor, bits: tl.tensor,
     width: tl.tensor, writes: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return the logits `x` of a tile under the mask, and whether it allows any. With `writes`, also write
-    -inf to the disallowed logits in memory."""
+    """Return the logits `x` of a tile with -inf for tokens that the mask disallows, and whether it allows
+    any. With `writes`, also write -inf to the disallowed logits in memory."""
     width = tl.load(width)
     words = tl.load(bits + mask.to(tl.int64) * width + ids // 32, mask=ids // 32 < width, other=0)
     allowed = ((words >> (ids % 32)) & 1) != 0
@@ -162,10 +163,11 @@ def _scan(
     vocab: tl.tensor, stride: tl.tensor,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store a tile's argmax, noisy argmax and chunk maxima. Grid: (rows, tiles). `limits` are the sampling
-    parameters of rows, or None for the argmax only; `masks` is a `ConstrainedDevice` or None.
+    """Store a tile's argmax, its argmax with Gumbel noise, and its chunk maxima. Grid: (rows, tiles).
+    `limits` are the sampling parameters of rows, or None for the argmax only; `masks` is a
+    `ConstrainedDevice` or None.
 
-    A row of `floats` holds maxima, noisy maxima, chunk maxima, candidates; of `ints` ids, two counters.
+    A row of `floats` has maxima, maxima with noise, chunk maxima, candidates; of `ints` ids, two counters.
     """
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -206,7 +208,7 @@ def _scan(
 
 @triton.jit
 def _reduce(floats: tl.tensor, ints: tl.tensor, tiles: tl.tensor, TILES: tl.constexpr) -> tl.tensor:
-    """Return the best value of the tiles, and its id."""
+    """Return the largest of the values that `_scan` has stored for the tiles of a row, and its token id."""
     at = tl.arange(0, TILES)
     values = tl.load(floats + at, mask=at < tiles, other=_NEVER)
     return _best(values, tl.load(ints + at, mask=at < tiles, other=_BIG))
@@ -244,7 +246,7 @@ def _row_kth(row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor) ->
 def _masses(
     row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, peak: tl.tensor, floor: tl.tensor, bar: tl.tensor
 ) -> tl.tensor:
-    """Return the probability mass from `floor` on, and the part of it above `bar`."""
+    """Return the probability (an integer) of a row's logits from `floor` on, and of those above `bar`."""
     total, above = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
     for start in range(0, vocab, TILE):
         x = load_logits(row, start + tl.arange(0, TILE), vocab, heat)
@@ -259,7 +261,8 @@ def _noisy_argmax(
     row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, seed: tl.tensor, position: tl.tensor, floor: tl.tensor,
     bar: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return id and logit of the noisy argmax among logits from `floor` on and above `bar`."""
+    """Return the token id with the largest logit plus Gumbel noise, among logits that are at least `floor`
+    and above `bar`, and its logit."""
     most, most_id = tl.full([TILE], _NEVER, tl.float32), tl.full([TILE], _BIG, tl.int32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
@@ -276,7 +279,7 @@ def _reject(
     row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
     seed: tl.tensor, position: tl.tensor, peak: tl.tensor, id: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return the token of a row with limits, given its unlimited sample."""
+    """Return the token of a row with limits by rejection; `id` is a sample without limits."""
     floor = _min_p_floor(peak, min_p)
     if k > 0:
         floor = tl.maximum(floor, _row_kth(row, vocab, heat, k))
@@ -299,7 +302,7 @@ def _sample_candidates(
     values: tl.tensor, ids: tl.tensor, k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, seed: tl.tensor,
     position: tl.tensor, peak: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return the token of a row with all of its k best among the candidates."""
+    """Return the token of a row with top_k. The candidates `values` and `ids` include its k best tokens."""
     kth = _threshold(values, (values > _NEVER).to(tl.int32), k)
     floor = tl.maximum(_min_p_floor(peak, min_p), tl.where(kth == kth, kth, _NEVER))
     mass = tl.where(values >= floor, _mass(values, peak), 0)
@@ -317,7 +320,8 @@ def _collect(
     candidate_ids: tl.tensor, counters: tl.tensor, tiles: tl.tensor,
     CHUNKS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Append the candidates of some tiles; return whether they were the last, and the candidates so far."""
+    """Append the candidates of this program's tiles to those of the row. Return whether this program is the
+    row's last, and the number of candidates so far."""
     at = tl.arange(0, CHUNKS)
     bounds = tl.load(tops + 2 * tiles + at, mask=at < tiles * _CHUNKS, other=_NEVER)
     bound = _threshold(bounds, (bounds > _NEVER).to(tl.int32), k)
@@ -394,7 +398,7 @@ def _scratch(logits: Tensor) -> tuple[tuple[int, int], int, Tensor, Tensor]:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the argmax [N] int64 of each row of `logits` [N, V], the first among equals; NaN is largest."""
+    """Return the index [N] int64 of the first maximum of each row of `logits` [N, V]; NaN is the largest."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
@@ -418,12 +422,11 @@ def sample(
     positions: Tensor,
     constrained: ConstrainedDevice | None = None,
 ) -> Tensor:
-    """Return a sampled token [N] int64 for each row of `logits` [N, V], which are not changed; other tensors
-    are [N].
+    """Sample a token id [N] int64 for each row of `logits` [N, V]; the other tensors are [N].
 
-    Temperature 0 is greedy. A top_k of 0 is off. The token is a function of the integers `seeds` and
-    `positions` and of the row's logits. Which kernels run does not depend on the parameters. Logits outside
-    of the mask of a `constrained` row may become -inf.
+    Temperature 0 is greedy. A top_k of 0 is off. The token depends only on the logits, the parameters, the
+    seed and the position of its row. Which kernels run does not depend on the parameters. `logits` are not
+    changed, except that those of tokens that `constrained` disallows may become -inf.
     """
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):

@@ -19,7 +19,7 @@ def _score(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Score a tile of keys for one token. Grid: (tokens, tiles of keys)."""
+    """Compute the scores of a tile of keys for one token. Grid: (tokens, tiles of keys)."""
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
     key, count = first + tl.arange(0, BLOCK_N), tl.load(seen + token)
     exists = key < count
@@ -43,7 +43,8 @@ def _score(
 def scores(
     q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, seen: Tensor, width: int
 ) -> Tensor:
-    """Return the scores [T, width]; the reference is `reference` of `attention/sparse_indices.py`."""
+    """Return the score [T, width] of each earlier token for each of T tokens; the reference, with the
+    arguments, is `reference` of `attention/sparse_indices.py`."""
     (num, heads, dim), block_size = q.shape, keys.shape[1]
     out = torch.empty(num, width, dtype=torch.float32, device=q.device)
     launch(_score, num, triton.cdiv(width, _KEYS))(

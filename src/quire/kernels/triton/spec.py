@@ -18,9 +18,9 @@ from quire.kernels.triton.launch import launch
 from quire.kernels.triton.sampling import LATER
 
 CONTEXT = 32
-"""Maximum tokens that are compared per position."""
+"""Maximum tokens that `look_up` compares for each earlier position."""
 DRAFTED = 16
-"""Lowest bit of the number of drafts in a sequence's result of `verify`."""
+"""Bit of the results of `verify` from which on they contain the number of draft tokens."""
 _ALIGN = 16
 """Alignment of the arrays of `place` in elements: kernels are compiled for aligned pointers."""
 _TILE = 1024
@@ -30,10 +30,10 @@ _SPLITS = 8
 
 
 class SpecTokens(NamedTuple):
-    """State of rows; the last row is padding."""
+    """Tokens and drafts of running sequences, each of which has a row; the last row is padding."""
 
     history: Any
-    """[rows, width] int32: tokens; ids below 0 are never drafted"""
+    """[rows, width] int32: all tokens of a sequence; ids below 0 are never drafted"""
     lengths: Any
     """[rows] int32: number of tokens"""
     drafts: Any
@@ -52,11 +52,11 @@ class SpecStep(NamedTuple):
     query_starts: Any
     """[B + 1] int32, as in `Batch`"""
     rows: Any
-    """[B] int32: row of each sequence in the state"""
+    """[B] int32: row of each sequence in `SpecTokens`"""
     planned: Any
     """[B] int32: number of planned draft tokens; below 0 if the host wrote the inputs"""
     sample_starts: Any
-    """[B] int32: first sampled position; below 0 for none"""
+    """[B] int32: index of the first sample of each sequence in the step; below 0 if it has none"""
 
 
 @triton.jit
@@ -66,8 +66,8 @@ def _derive(
     table_stride: tl.tensor, max_len: tl.tensor,
     GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the inputs of one sequence. Groups of layers are `group_slots` slots and `group_stride` blocks
-    apart. Grid: (sequences,)."""
+    """Write the inputs of one sequence. `group_slots` and `group_stride` are the distances between the KV
+    cache groups in `slots` and `tables`. Grid: (sequences,)."""
     seq = tl.program_id(0)
     planned = tl.load(step.planned + seq)
     if planned >= 0:
@@ -101,11 +101,12 @@ def derive(
     block_size: int,
     max_len: int,
 ) -> None:
-    """Write the inputs of the decodes: the last token of each row and its drafts, as many as exist of those
-    planned. The remaining positions of a sequence are padding: they attend to earlier tokens and are not
-    written to the KV cache.
+    """Write the inputs of the step's decodes: the last token of each row and its draft tokens, at most as
+    many as planned. The remaining positions of a sequence are padding: they attend to earlier tokens and are
+    not written to the KV cache.
 
-    `slots` are those of each group of layers, at equal distances; `tables` is [groups, rows, blocks].
+    `slots` has a tensor for each KV cache group, at equal distances in memory; `tables` [groups, rows,
+    blocks] are the block tables.
     """
     gap = (slots[1].data_ptr() - slots[0].data_ptr()) // 8 if len(slots) > 1 else 0
     launch(_derive, len(step.rows))(
@@ -155,12 +156,12 @@ def verify(
     rates: Tensor | None = None,
     later: Tensor | None = None,
 ) -> Tensor:
-    """Return [B + N] int32: the number of tokens of each sequence (0 if it samples none) and from bit DRAFTED
-    on its number of drafts, then the tokens of all samples. `state` is updated with the new tokens.
+    """Accept draft tokens and add the new tokens to `state`. Return [B + N] int32: for each sequence the
+    number of new tokens (0 without samples), from bit DRAFTED on its number of drafts; then all N tokens.
 
     `drawn` [N] int64 are the sampled tokens. With `rates` [most] float32, decreasing, a draft is accepted if
-    a random number of the row's seed (`seeds` [N]) and position is below its rate. If `later` holds LATER,
-    nothing is done.
+    a random number from the sequence's seed (in `seeds` [N]) and length is below its rate. If the value of
+    `later` is LATER, nothing is done.
     """
     out = torch.empty(len(step.rows) + len(drawn), dtype=torch.int32, device=drawn.device)
     block = triton.next_power_of_2(state.most + 1)
@@ -211,8 +212,9 @@ def _look_up(
 
 
 def look_up(state: SpecTokens, step: SpecStep, scratch: Tensor, least: int) -> None:
-    """Propose drafts for the rows that have just sampled. Of all earlier occurrences of the last `least`
-    tokens, the one with the longest match (up to CONTEXT tokens) is used, the latest among equals.
+    """Write draft tokens to `state` for the sequences that have sampled in this step: the tokens that
+    followed an earlier occurrence of the last `least` tokens. Of all occurrences, the one with the longest
+    match (up to CONTEXT tokens) is used, the latest among equals.
 
     `scratch` [2, B or more] int64 is zeros before and after.
     """
@@ -229,8 +231,8 @@ def _place(
     table_stride: tl.tensor, positions: tl.tensor, stride: tl.tensor, seq_lens: tl.tensor, ahead: tl.tensor,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute positions and slots of one sequence. Slots follow the positions, `stride` apart, group by
-    group. Grid: (sequences,)."""
+    """Compute positions and slots of one sequence. The slots of KV cache group g are stored (1 + g) *
+    `stride` elements after the positions. Grid: (sequences,)."""
     seq = tl.program_id(0)
     row, limit = tl.load(rows + seq).to(tl.int64), tl.load(num_slots + seq)
     end = tl.load(last + seq) + ahead

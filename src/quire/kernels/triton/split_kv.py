@@ -23,11 +23,11 @@ def attend_split_kv(
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute attention over one share of the keys of sequences with few queries. Grid: (kv_heads, shares).
+    """Compute attention to one share of the keys of sequences with few queries. Grid: (kv_heads, shares).
 
-    `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. The keys of all
-    sequences are numbered consecutively in tiles of BLOCK_N; a share has at least `least` tiles. Before
-    `follow`, a kernel may only read data that was written before the model's first kernel.
+    `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. The keys of a
+    sequence are whole tiles of BLOCK_N, numbered over all sequences; a share has at least `least` tiles.
+    Before `follow`, a kernel may only read data that was written before the model's first kernel.
     """
     kv_head = tl.program_id(0)
     at, end, size, index, begin = share(seqs, work, num_seqs, least, WINDOW, CHUNKED, BLOCK_N)
@@ -70,8 +70,8 @@ def _store_partial(
     kv_head: tl.tensor, earliest: tl.tensor,
     DIM: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Store a share's partial sums of a sequence that begins in share `earliest`. Return the number of shares
-    that stored theirs before."""
+    """Store this share's partial result of a sequence that begins in share `earliest`. Return how many shares
+    have stored theirs before."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, acc.shape[1])
     group, share_index = kv_head * tl.num_programs(1), tl.program_id(1)
@@ -90,7 +90,7 @@ def _merge(
     query: tl.tensor, v_scale: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Merge the partial sums of all shares for the heads of one query, and store the output."""
+    """Merge the partial results of shares earliest..latest for the heads of a query; store the output."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
     # Several shares are loaded at a time, so that their loads overlap.
     AT_ONCE: tl.constexpr = max(1, 8192 // (HEADS * BLOCK_D))

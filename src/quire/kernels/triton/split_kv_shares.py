@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 _SEQS_AT_ONCE = tl.constexpr(256)
-"""Number of sequences counted at once."""
+"""Number of sequences whose tiles a program counts at once."""
 
 
 @triton.jit
 def first_key(places: tl.tensor, WINDOW: tl.constexpr, CHUNKED: tl.constexpr) -> tl.tensor:
-    """Return the first key that each query at `places` attends to."""
+    """Return the first key that each query at positions `places` attends to."""
     if CHUNKED:
         first = places // WINDOW * WINDOW
     elif WINDOW:
@@ -27,7 +27,7 @@ def tiles_of(
     seq_lens: tl.tensor, num_queries: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the number of key tiles that a sequence's queries attend to, at least one."""
+    """Return the number of key tiles that the queries of each sequence attend to, at least one."""
     if WINDOW:
         seq_lens -= first_key(tl.maximum(seq_lens - num_queries, 0), WINDOW, CHUNKED)
     return tl.maximum(tl.cdiv(seq_lens, BLOCK_N), 1)
@@ -54,8 +54,8 @@ def share(
     seqs: tl.tuple, work: tl.tensor, num_seqs: tl.tensor, least: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return a program's tiles at..end among all tiles, the tiles per share, the sequence in which the share
-    begins, and that sequence's first tile."""
+    """Return the key tiles at..end that this program processes, numbered over all sequences, the tiles per
+    share, the sequence in which the share begins, and the first tile of that sequence."""
     offsets = tl.arange(0, _SEQS_AT_ONCE)
     ends = tl.cumsum(tiles_of_some(seqs, work, offsets, num_seqs, WINDOW, CHUNKED, BLOCK_N), 0)
     before = tl.max(ends, 0)
@@ -75,6 +75,6 @@ def share(
 
 @triton.jit
 def last_passed(at: tl.tensor, ends: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Return the end of the last sequence that ends at or before `at`, shifted left by 32 bits, plus the
-    index of the next sequence."""
+    """Return the end of the last sequence that ends at or before tile `at`, shifted left by 32 bits, plus the
+    index of the next sequence. `ends` are the ends of the sequences `index`."""
     return tl.max(tl.where(ends <= at, (ends.to(tl.int64) << 32) | (index + 1), 0), 0)

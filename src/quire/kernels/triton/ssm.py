@@ -26,7 +26,7 @@ from quire.kernels.triton.mamba2 import silu
 
 
 class SSMShape(NamedTuple):
-    """Dimensions of a head per program, and compile options."""
+    """Number of dimensions of a head per program, and compile options."""
 
     dim: int
     warps: int
@@ -42,7 +42,7 @@ _MOST_TAPS = 4
 _SMALL, _TILE = 2048, 4096
 """State elements per program for few and for many short sequences."""
 _FEW = 512
-"""Maximum heads of all sequences for which programs are small, to have enough programs."""
+"""Maximum heads of all sequences for which programs process _SMALL elements, to have enough programs."""
 _SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
 _SCAN, _DELTA = SSMShape(64, 4, 2), SSMShape(32, 2, 2)
 """Shapes of the kernels that process chunk after chunk. With four warps or more, Triton 3.6 reads tiles of
@@ -50,8 +50,8 @@ the delta rule from shared memory before all warps have written them: outputs ar
 _SELECTED = 1024
 """State elements per program of Mamba's scan of short sequences, eight per thread."""
 _BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**14, 2**15)
-"""Channels per warp of Mamba's scan of longer sequences (by four, two or one threads each). The second and
-the third number are used from 2^14 and 2^15 channels of all sequences on."""
+"""Channels per warp of Mamba's scan of longer sequences (with four, two or one threads per channel). The
+second number is used from 2^14 channels of all sequences on, the third from 2^15 on."""
 _LEAST = 64
 """Minimum block of keys and values for chunks: with 16, the compiled kernel reads past its shared memory."""
 _GATED = 1024
@@ -64,7 +64,8 @@ def _gated_norm(
     stride: tl.tensor, gate_stride: tl.tensor, eps: tl.tensor,
     GATE_FIRST: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the gated RMS norm of some pieces of one token. Grid: (tokens, pieces / PIECES)."""
+    """Compute the gated RMS norm of PIECES groups of columns of one token; a group has `size` columns, like
+    the weight. Grid: (tokens, pieces / PIECES)."""
     token = tl.program_id(0).to(tl.int64)
     piece, at = tl.program_id(1) * PIECES + tl.arange(0, PIECES), tl.arange(0, BLOCK)
     exists = (piece < pieces)[:, None] & (at < size)[None, :]
@@ -88,8 +89,8 @@ def _gate(
     out: tl.tensor, x: tl.tensor, gate: tl.tensor, size: tl.tensor, stride: tl.tensor, gate_stride: tl.tensor,
     BY: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply BLOCK elements of one token by their gate; BY is an index of `GATES`. Grid: (tokens, size /
-    BLOCK)."""
+    """Multiply BLOCK elements of one token by a function of their gates; BY is its index in `GATES`. Grid:
+    (tokens, size / BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     follow(OVERLAP)
@@ -268,7 +269,8 @@ class TritonStateOps:
 
 
 def _short(seqs: SSMSequences) -> tuple[Tensor, int]:
-    """Return the indices of the short sequences, and their number. If all are short, indices are not read."""
+    """Return the indices of the short sequences and their number. If all are short, the kernels do not read
+    the indices, and the tensor is any."""
     if seqs.short:
         return seqs.rows, len(seqs.lens)
     assert seqs.split.short is not None
@@ -276,12 +278,12 @@ def _short(seqs: SSMSequences) -> tuple[Tensor, int]:
 
 
 def _channels_per_warp(num_channels: int) -> int:
-    """Return the channels per warp: fewer if there would not be enough warps."""
+    """Return the channels per warp, fewer if `num_channels` of all sequences would not fill enough warps."""
     return _BLOCKS[sum(num_channels >= most for most in _MOST_CHANNELS)]
 
 
 def _pack_bc(b: Tensor, c: Tensor) -> Tensor:
-    """Return B and C as [T, 2, a power of two] float32, because every program reads all of both."""
+    """Return B and C [T, size] as one [T, 2, power of two] float32, because every program reads all."""
     (num_tokens, size), padded = b.shape, triton.next_power_of_2(max(b.shape[1], 4))
     make = torch.empty if padded == size else torch.zeros
     bc = make(num_tokens, 2, padded, dtype=torch.float32, device=b.device)
@@ -290,8 +292,8 @@ def _pack_bc(b: Tensor, c: Tensor) -> Tensor:
 
 
 def _tile(num_heads: int, dim: int, other: int) -> int:
-    """Return the block of dimension `dim` for short sequences, if a program takes all of the `other`
-    dimension."""
+    """Return how many elements of dimension `dim` of a head's state a program processes for short sequences;
+    of the dimension `other` it processes all."""
     limit = (_SMALL if num_heads <= _FEW else _TILE) // other
     return max(min(int(triton.next_power_of_2(dim)), limit), 1)
 

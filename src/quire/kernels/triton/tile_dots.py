@@ -33,7 +33,7 @@ def upright(acc: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def all_of(at: tl.tensor, inside: tl.tensor, stride: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
-    """Return the sum of a tile's split-K parts, added in order."""
+    """Return the sum of the split-K results of a tile, which are `stride` elements apart, added in order."""
     total = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
         total += tl.load(at + split * stride, mask=inside, other=0.0, cache_modifier=".cg")
@@ -46,8 +46,8 @@ def scales_of(
     outputs: tl.tensor,
     BLOCKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return factors along k and along n for weight rows `n`, from `first` on, of a matrix with `outputs`
-    rows. Both are 1 for an unquantized matrix (`scale` None)."""
+    """Return the scales of weight rows `n`, which begin at `first`, as factors per input `k` and per row. The
+    matrix has `outputs` rows; if it is not quantized (`scale` is None), both factors are 1."""
     if scale is None:
         return 1.0, 1.0
     elif BLOCKED:
@@ -61,8 +61,8 @@ def scales_of(
 def plus(
     acc: tl.tensor, x: tl.tensor, w: tl.tensor, x_factor: tl.tensor, scale: tl.tensor, BLOCKED: tl.constexpr
 ) -> tl.tensor:
-    """Return acc + x w^T; if `BLOCKED`, x w^T is multiplied by `x_factor` and the weight's scale of this
-    block."""
+    """Return acc + x w^T. If `BLOCKED`, x w^T is first multiplied by `x_factor` and by the weight's scale of
+    the block, at address `scale`."""
     if BLOCKED:
         return acc + times(x, w, tl.zeros_like(acc)) * (x_factor * tl.load(scale))
     else:
@@ -71,7 +71,7 @@ def plus(
 
 @triton.jit
 def along_x(factor: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
-    """Broadcast factors of rows of x to sums that are not yet `upright`."""
+    """Return factors of rows of x in the shape that multiplies sums before `upright` transposes them."""
     return factor[None, :] if NUM < 64 else factor[:, None]
 
 
