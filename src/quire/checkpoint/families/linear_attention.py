@@ -18,7 +18,7 @@ _KIMI_KEYS = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-"""DeepSeek's name of each key that Kimi Linear and Ling 3 name differently."""
+"""Maps DeepSeek's keys to those of Kimi Linear and Ling 3, where these differ."""
 _MINIMAX_KEYS = {
     "full_attn_alpha_factor": "layernorm_full_attention_alpha",
     "full_attn_beta_factor": "layernorm_full_attention_beta",
@@ -27,11 +27,11 @@ _MINIMAX_KEYS = {
     "mlp_alpha_factor": "layernorm_mlp_alpha",
     "mlp_beta_factor": "layernorm_mlp_beta",
 }
-"""Key of the published config.json for each key of transformers."""
+"""Maps keys of transformers to those of the published config.json."""
 
 
 def _renamed(keys: ConfigReader, names: dict[str, str]) -> ConfigReader:
-    """Return the keys with the new names as well; `names` has the old name of each new name."""
+    """Return the keys with values also under new names; `names` maps new names to old ones."""
     return keys.but(**{new: keys.get(old) for new, old in names.items() if keys.get(old) is not None})
 
 
@@ -130,7 +130,8 @@ def ling3(keys: ConfigReader) -> ArchFacts:
 
 
 def _mixed(facts: ArchFacts, kinds: list[str], state: StateFacts) -> ArchFacts:
-    """Return the facts with the delta rule as mixer of all layers that `kinds` names linear_attention."""
+    """Return the facts with the delta rule as mixer of all layers with the type linear_attention in
+    `kinds`."""
     layers = (
         layer if kind == _FULL else replace(layer, rope=None, mixer="delta")
         for layer, kind in zip(facts.layers, kinds, strict=True)
@@ -184,5 +185,5 @@ def minimax(keys: ConfigReader) -> ArchFacts:
 
 
 def _read_scales(keys: ConfigReader, name: str) -> tuple[float, float]:
-    """Return the residual factors on the input and the output of one part of the layers, such as `mlp`."""
+    """Return the factors on the residual and on the output of one part of the layers, such as `mlp`."""
     return keys.number(f"{name}_alpha_factor", 1.0), keys.number(f"{name}_beta_factor", 1.0)

@@ -11,7 +11,8 @@ from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_d
 from quire.checkpoint.reader import ConfigReader
 
 NORMED_VOCAB = 125696
-"""Vocabulary size of Baichuan 2. No key says that this model normalizes the rows of the output head."""
+"""Vocabulary size of Baichuan 2, by which it is recognized: no key shows that its output head has normalized
+rows."""
 
 
 def internlm(keys: ConfigReader) -> ArchFacts:

@@ -141,8 +141,8 @@ def exaone_moe(keys: ConfigReader) -> ArchFacts:
 
 
 def cohere2_moe(keys: ConfigReader) -> ArchFacts:
-    """Read Cohere 2 MoE. The first layers are dense and have another window pattern; their full-attention
-    layers may have rotary embedding."""
+    """Read Cohere 2 MoE. The first layers are dense and have another pattern of window layers; full-attention
+    layers among them may have rotary embedding."""
     count, sparse = keys.size("num_hidden_layers"), first_dense(keys)
     first = min(sparse, default=count)
     prefix, rest = keys.size("prefix_dense_sliding_window_pattern", 1), keys.size("sliding_window_pattern", 4)
@@ -248,8 +248,8 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
 
 
 def mtp_pattern(keys: ConfigReader) -> str:
-    """Return a pattern of the tensors of MTP layers, which follow the last layer; the target does not load
-    them."""
+    """Return a regular expression for the tensors of the MTP layers after the last layer; empty if there are
+    none. Only a draft model loads these tensors."""
     last = keys.size("num_hidden_layers")
     more = keys.get("num_nextn_predict_layers") or 0
     if not isinstance(more, int) or more < 0:
@@ -306,8 +306,8 @@ def hunyuan_moe(keys: ConfigReader) -> ArchFacts:
 
 
 def deepseek_experts(keys: ConfigReader, scoring: str) -> MoeFacts:
-    """Read the experts of DeepSeek and derived models: groups, a shared expert, and with sigmoid a balancing
-    bias."""
+    """Read the experts of DeepSeek and derived models: expert groups, a shared expert, and with sigmoid
+    `scoring` a bias that balances the load."""
     balanced = scoring == "sigmoid"
     method = keys.get("topk_method") or ("noaux_tc" if balanced else "greedy")
     grouped = method != "greedy"
@@ -356,8 +356,8 @@ def dbrx(keys: ConfigReader) -> ArchFacts:
 
 
 def llama4(keys: ConfigReader) -> ArchFacts:
-    """Read Llama 4: layers with and without experts. Layers without rotary embedding scale their queries by
-    position; layers with it attend within chunks of positions."""
+    """Read Llama 4. Layers without rotary embedding scale their queries by position; layers with rotary
+    embedding attend within chunks of positions."""
     count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 128)
     every, step = keys.size("no_rope_layer_interval", 4), keys.size("interleave_moe_layer_step", 1)
     rotates = keys.integers("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
@@ -398,27 +398,29 @@ def llama4(keys: ConfigReader) -> ArchFacts:
 def read_experts(
     keys: ConfigReader, inner: str, renormalized: bool, *, scoring: str = "softmax", **facts: Any
 ) -> MoeFacts:
-    """Read experts with the usual keys; `inner` is the key of their intermediate size."""
+    """Read experts by the usual keys; `inner` is the key of their intermediate size, and `facts` are fields
+    of MoeFacts."""
     routing = Routing(keys.size("num_experts_per_tok"), scoring, renormalized)
     return MoeFacts(experts=num_experts(keys), intermediate=keys.size(inner), routing=routing, **facts)
 
 
 def num_experts(keys: ConfigReader) -> int:
-    """Return the number of routed experts, under any of its key names."""
+    """Return the number of routed experts, which has different key names in different models."""
     known = ("num_experts", "num_local_experts", "n_routed_experts")
     return keys.size(next((key for key in known if keys.get(key) is not None), known[0]))
 
 
 def qwen_sparse_layers(keys: ConfigReader) -> set[int]:
-    """Return Qwen's MoE layers: every `decoder_sparse_step`th layer, except `mlp_only_layers`."""
+    """Return the indices of Qwen's MoE layers: every `decoder_sparse_step`th layer, except
+    `mlp_only_layers`."""
     step, count = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
     without = keys.integers("mlp_only_layers")
     return {layer for layer in range(count) if (layer + 1) % step == 0 and layer not in without}
 
 
 def first_dense(keys: ConfigReader, default: int = 0) -> set[int]:
-    """Return the MoE layers: those that `mlp_layer_types` lists, or all but the first few; `default` is the
-    number of first dense layers if config.json has none."""
+    """Return the indices of the MoE layers: those that are sparse in `mlp_layer_types`, or all but the first
+    `first_k_dense_replace` layers (`default` if that key is missing)."""
     count, kinds = keys.size("num_hidden_layers"), keys.get("mlp_layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {"dense", "sparse"}:
@@ -432,7 +434,7 @@ def first_dense(keys: ConfigReader, default: int = 0) -> set[int]:
 
 
 def add_experts(facts: ArchFacts, moe: MoeFacts, sparse: set[int] | None = None) -> ArchFacts:
-    """Add experts to all layers, or to the `sparse` ones."""
+    """Return the facts with experts in all layers, or in the layers whose indices are in `sparse`."""
     layers = (
         replace(layer, moe=sparse is None or number in sparse) for number, layer in enumerate(facts.layers)
     )

@@ -20,7 +20,7 @@ class StepFacts:
     last_norm: bool
     """Whether there is a norm after all layers."""
     scales: bool
-    """Whether the output of each layer has learned scales (LayerScale)."""
+    """Whether the outputs in each layer have learned scales (LayerScale)."""
     size_out: int
     image_id: int
     """Placeholder token of an image."""
@@ -28,8 +28,8 @@ class StepFacts:
     """Whether the projection has a bias."""
 
     def tokens(self, side: int) -> int:
-        """Return the number of tokens of a square image of `side` pixels; patches are downsampled twice by
-        2."""
+        """Return the number of tokens of a square image of `side` pixels; patches are downsampled by 2
+        twice."""
         patches = side // self.vit.patch
         return (-(-patches // 4)) ** 2
 
@@ -91,7 +91,7 @@ def step37(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 _NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
-"""StepFun's name of each key of transformers."""
+"""Maps keys of transformers to StepFun's."""
 _STEP3_SIZES: dict[str, Any] = {
     "layers": 63,
     "hidden": 1792,
