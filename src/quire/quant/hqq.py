@@ -14,7 +14,8 @@ from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter
 
 
 class HqqFormat:
-    """Keeps weights packed if groups have consecutive inputs; other weights are dequantized."""
+    """Builds weights of HQQ, which stay packed if groups have consecutive inputs; other weights are
+    dequantized."""
 
     def __init__(self, scheme: Hqq, plain: Format) -> None:
         self.scheme = scheme
@@ -41,7 +42,8 @@ class HqqFormat:
 
 
 class HqqTensors:
-    """The tensors of HQQ. A device loads all codes of a weight, since outputs far apart share a byte."""
+    """The tensors of HQQ. A device with a shard of a weight loads all its codes, since outputs far apart
+    share a byte."""
 
     def __init__(self, scheme: Hqq) -> None:
         self.scheme = scheme
@@ -75,14 +77,15 @@ def _kernel_group(scheme: Hqq, inputs: int) -> int:
 
 
 def _read(scheme: Hqq, stored: dict[str, Tensor], outputs: Runs, inputs: Shard) -> Int4Codes:
-    """Return the codes of a shard. Rows of groups are packed with the first ones in the highest bits."""
+    """Return the codes of a shard. A stored integer contains codes from equally spaced rows, the first row in
+    the highest bits."""
     words, bits = stored["W_q"], scheme.bits
     size, group = (sum(run.all for run in outputs), inputs.all), _kernel_group(scheme, inputs.all)
     shifts = range(bits * (scheme.fields[bits] - 1), -1, -bits)
     rows = torch.cat([(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in shifts])
     rows = rows[: size[0] * size[1] // rows.shape[1]]
     scales, zeros = stored["scale"], stored["zero"]
-    if group:  # groups of the file may be several groups of the kernels
+    if group:  # a group of the file may consist of several groups of the kernels
         scales, zeros = (
             x.view(size[0], -1).repeat_interleave(scheme.group // group, 1) for x in (scales, zeros)
         )
@@ -101,8 +104,8 @@ def _read(scheme: Hqq, stored: dict[str, Tensor], outputs: Runs, inputs: Shard) 
 
 
 def _output_places(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index of each output of a shard in the whole weight, and whether the output exists; padding
-    gets the scale 0."""
+    """Return the index of each output of a shard in the whole weight, and whether the output exists or is
+    padding."""
     places, first = [], 0
     for run in runs:
         places.append(torch.arange(run.size, device=device) + first + run.start)

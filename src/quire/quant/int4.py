@@ -34,7 +34,7 @@ _BITS: dict[str, tuple[int, ...]] = {
     "torchao_tiles": (4,),
 }
 _BY_ROW = ("compressed", "torchao", "torchao_pairs")
-"""Layouts in which no word holds codes of several outputs."""
+"""Layouts in which each word contains codes of only one output."""
 _EXPERTS = ("gate", "up", "down")
 _UNSUPPORTED = {
     "cpu": "have zeros or scales that the CPU kernels do not support",
@@ -43,7 +43,7 @@ _UNSUPPORTED = {
 
 
 class Int4Format:
-    """Keeps grouped weights packed."""
+    """Builds integer weights with a scale per group of inputs, which stay packed."""
 
     def __init__(self, scheme: Grouped, plain: Format) -> None:
         self.scheme = scheme
@@ -100,8 +100,8 @@ def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
 
 
 def _check_shards(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
-    """Check that a shard cuts no words or groups. Outputs share words if zeros or all codes are packed;
-    inputs share groups and words. With act_order, inputs are regrouped after loading."""
+    """Raise if a shard cuts a word or a group. Outputs share words if zeros or all codes are packed; inputs
+    share groups and words. With act_order, inputs are regrouped after loading."""
     per = {"torchao": 1, "torchao_pairs": 2}.get(scheme.layout, 32 // scheme.bits)
     if scheme.layout == "torchao_tiles":
         check_units(name, (inputs,), TILED_INPUTS, "tiles")
@@ -134,7 +134,7 @@ def _sizes(scheme: Grouped, outputs: int, inputs: int) -> Sizes:
 
 
 class Int4Tensors(Protocol):
-    """The tensors of a weight in files of some format."""
+    """The tensors of a weight in one file format: how to create and read them."""
 
     label: str
     """Format and bits, for messages."""
@@ -146,7 +146,8 @@ class Int4Tensors(Protocol):
     def read(
         self, stored: dict[str, Tensor], outputs: Runs, inputs: Shard
     ) -> tuple[Int4Codes, Tensor | None]:
-        """Return the codes of a weight, and the order of its inputs; None if the order is that of x."""
+        """Return the codes of a weight, and the order of its inputs; None if the order is that of the layer's
+        input."""
 
 
 class GroupedTensors:
@@ -166,7 +167,7 @@ class GroupedTensors:
 
 
 class Int4Linear(Weight):
-    """Holds the tensors of the file while loading, and the layout of the kernels afterwards."""
+    """A weight with the tensors of the file while loading, and in the layout of the kernels afterwards."""
 
     def __init__(self, tensors: Int4Tensors, shape: LinearShape, plain: Format) -> None:
         super().__init__(shape)
@@ -187,7 +188,8 @@ class Int4Linear(Weight):
         return [{**part, "bias": Piece(piece)} for part, piece in zip(self.stored, biases, strict=True)]
 
     def reorder(self, orders: list[Tensor]) -> None:
-        """Record the order of outputs; `finish` applies it, since several outputs share a word."""
+        """Record the order of outputs, which `finish` applies: in the file, several outputs may share a
+        word."""
         self.orders = [old[new] for old, new in zip(self.orders, orders, strict=True)]
         for part, order in zip(self.parts(), orders, strict=True):
             if "bias" in part:
@@ -216,7 +218,8 @@ class Int4Linear(Weight):
             self.gated = None
 
     def _read(self, i: int, order: Tensor) -> tuple[Int4Codes, Tensor | None]:
-        """Return the codes of a part and the order of its inputs, and release its stored tensors."""
+        """Return the codes of part `i` with outputs in this order, and the order of its inputs; release its
+        stored tensors."""
         stored = {suffix: piece.tensor for suffix, piece in self.stored[i].items()}
         codes, inputs = self.tensors.read(stored, self.outputs[i], self.inputs)
         self.stored[i] = {}
@@ -277,7 +280,7 @@ class Int4Linear(Weight):
     def _dequantize(
         self, parts: list[Int4Codes], order: Tensor | None, bias: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
-        """Dequantize the parts into a plain weight and return its matmul."""
+        """Dequantize the parts into an unquantized weight, and return the matmul of that weight."""
         _warn_dequantized(self.tensors.label, self.shape.device)
         shape = replace(self.shape, sizes_out=tuple(len(part.codes) for part in parts))
         weight = self.plain.linear(("",) * len(parts), shape)
@@ -292,7 +295,8 @@ class Int4Linear(Weight):
 
 
 class Int4Experts(StoredExperts):
-    """Grouped experts of a layer; see `Int4Linear`."""
+    """Experts of a layer with the tensors of the file while loading, and in the layout of the kernels
+    afterwards."""
 
     def __init__(self, tensors: Int4Tensors, shape: ExpertShape, plain: Format) -> None:
         super().__init__(shape)
@@ -382,14 +386,14 @@ class Int4Experts(StoredExperts):
 
 
 def expert_sizes(shape: ExpertShape) -> dict[str, tuple[Shard, Shard]]:
-    """Return outputs and inputs of an expert's weights."""
+    """Return the shards of outputs and inputs of an expert's gate, up and down."""
     up = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
     return {"gate": up, "up": up, "down": up[::-1]}
 
 
 def _values_in_order(codes: Int4Codes, order: Tensor | None, inputs: int) -> Tensor:
-    """Return the dequantized values with inputs in the order of x. Padding repeats an input and has the
-    value 0."""
+    """Return the dequantized values, with inputs in the order of the layer's input. Padding refers to some
+    input and has the value 0."""
     values = codes.values()
     if order is None:
         return values
@@ -401,7 +405,7 @@ def _is_same_order(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _join_offsets(parts: list[tuple[Int4Codes, Tensor | None]], dtype: torch.dtype) -> Tensor | None:
-    """Return the offsets of all parts, [groups, outputs]; None if all are 0."""
+    """Return the offsets of all parts, [groups, outputs] (see `split_zeros`); None if all are 0."""
     if all(offsets is None for _, offsets in parts):
         return None
     rows = [torch.zeros_like(codes.scales) if offsets is None else offsets for codes, offsets in parts]
@@ -409,7 +413,7 @@ def _join_offsets(parts: list[tuple[Int4Codes, Tensor | None]], dtype: torch.dty
 
 
 def _add_offsets(x: Tensor, product: Callable[[Tensor], Tensor], offsets: Tensor, group: int) -> Tensor:
-    """Return the product, plus the offset of each group times the sum of its inputs."""
+    """Return product(x), plus for each group its offsets times the sum of its inputs."""
     sums = x.unflatten(1, (-1, group)).sum(2, dtype=torch.float32)
     return product(x) + (sums.to(offsets.dtype) @ offsets).to(x.dtype)
 

@@ -21,7 +21,7 @@ from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter
 
 
 class Mxfp4Format:
-    """Keeps experts packed; other layers are never stored as MXFP4."""
+    """Builds experts that stay packed; other layers are never stored as MXFP4."""
 
     def __init__(self, scheme: Mxfp4, plain: Format) -> None:
         self.scheme = scheme

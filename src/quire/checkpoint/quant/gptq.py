@@ -31,8 +31,8 @@ def read_gptq(keys: ConfigReader) -> QuantFacts:
 
 
 def _read_dynamic(keys: ConfigReader, scheme: Grouped) -> tuple[LayerRule, ...]:
-    """Read `dynamic`: patterns for the beginning of layer names, each with changed settings. Layers that
-    match a pattern after `-:` are not quantized."""
+    """Read `dynamic`: regular expressions for the beginning of layer names, each with changed settings.
+    Layers that match an expression after `-:` are not quantized."""
     patterns = keys.get("dynamic") or {}
     if not isinstance(patterns, dict):
         raise keys.wrong("dynamic", "an object of patterns")

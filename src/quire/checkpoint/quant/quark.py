@@ -10,7 +10,7 @@ from quire.errors import ConfigError
 METHOD = "quark"
 _BLOCK = 128
 _FP4 = {16: BlockFloat("nvfp4", tensor_scale="weight_scale_2"), 32: BlockFloat("mxfp4")}
-"""Schemes of fp4 weights by inputs per scale."""
+"""Schemes of fp4 weights, by the number of inputs per scale."""
 _KNOWN = (
     "supported are weights of fp8_e4m3 (per_tensor, per_channel, per_block of 128 x 128), symmetric int8 "
     "(per_tensor, per_channel) and fp4 (per_group of 16 or 32)"
@@ -42,8 +42,8 @@ def read_quark(keys: ConfigReader) -> QuantFacts:
 
 
 def _section(keys: ConfigReader, key: str) -> ConfigReader:
-    """Return the settings of a key; empty if the key is missing. Of a list, only the first settings are
-    returned: the second settings are about the scales of the first."""
+    """Return the object under `key`; empty if the key is missing. Of a list only the first object is
+    returned, since the second one describes how the scales of the first are quantized."""
     value: Any = keys.get(key) or {}
     value = value[0] if isinstance(value, list) else value
     if not isinstance(value, dict):
