@@ -12,9 +12,9 @@ from quire.checkpoint.quant.schemes import BitsAndBytes, Int8
 from quire.errors import ConfigError
 from quire.kernels.reference.nf4 import BLOCK, Halves, in_halves, scaled
 from quire.quant.dequantized import dequantize_experts, dequantize_weight, use_plain, use_plain_experts
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
-from quire.quant.int8 import Int8Experts, Int8Weight, are_together
+from quire.quant.int8 import Int8Experts, Int8Weight
 from quire.quant.sharding import Runs, Shard, check_units
 from quire.quant.weight import (
     LinearShape,
@@ -54,7 +54,7 @@ class BitsAndBytesFormat:
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         plain = functools.partial(self.plain.experts, parts, shape)
-        if are_together(parts):
+        if are_fused(parts):
             raise ConfigError(
                 f"{parts[0]} has all experts in one tensor, which bitsandbytes does not quantize; use a "
                 "checkpoint that has them one by one, or the unquantized one"

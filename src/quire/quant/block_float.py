@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.kernels.reference.fp8 import E4M3
 from quire.kernels.reference.mxfp4 import in_halves, unpack_pairs
 from quire.logs import get_logger, warn_once
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.gguf import GGUFFormat
 from quire.quant.sharding import Shard, check_units
@@ -56,7 +56,7 @@ class BlockFloatFormat:
         return BlockFloatWeight(self.scheme, shape, build)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
+        if are_fused(parts):
             raise ConfigError(
                 f"{parts[0]}: experts of {self.scheme.kind} are stored one by one, with gate, up and down "
                 "separate, but this model has them fused"

@@ -98,6 +98,11 @@ class StoredExperts(StoredTensors):
         return [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
 
 
+def are_fused(parts: tuple[str, ...]) -> bool:
+    """Return whether gate and up are in one tensor; two parts may also be `up` and `down` without a gate."""
+    return len(parts) == 2 and not parts[0].endswith(".up_proj")
+
+
 def _split_bytes(tensor: Tensor, num: int) -> list[Tensor]:
     """Return the bytes of a tensor, split by expert."""
     assert tensor.is_contiguous() and tensor.numel() % num == 0

@@ -6,7 +6,7 @@ from torch import Tensor
 from quire.checkpoint.quant.schemes import Hqq
 from quire.errors import ConfigError
 from quire.kernels.reference.int4 import Int4Codes
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.int4 import GROUPS, Int4Experts, Int4Linear, expert_sizes
 from quire.quant.sharding import Runs, Shard, check_units
@@ -27,7 +27,7 @@ class HqqFormat:
         return Int4Linear(HqqTensors(self.scheme), shape, self.plain)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
+        if are_fused(parts):
             raise ConfigError(
                 f"{parts[0]} has several experts or gate and up in one tensor, which HQQ does not quantize; "
                 "use another checkpoint"

@@ -16,7 +16,7 @@ from quire.kernels.cpu.linear import LinearProduct, Matrix
 from quire.kernels.cpu.moe import CpuExperts
 from quire.kernels.reference.int4 import Gather, Int4Codes, as_blocks, split_zeros
 from quire.logs import get_logger, warn_once
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.int4_layouts import LAYOUTS, TILED_INPUTS, Sizes, read
 from quire.quant.sharding import Runs, Shard, check_units
@@ -62,7 +62,7 @@ class Int4Format:
         return Int4Linear(GroupedTensors(self.scheme), shape, self.plain)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
+        if are_fused(parts):
             raise ConfigError(
                 f"{parts[0]}: experts of {self.scheme.layout} are stored one by one, with gate, up and down "
                 "separate, but this model has them fused"

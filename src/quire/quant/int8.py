@@ -15,7 +15,7 @@ from quire.kernels.cpu.linear import LinearProduct
 from quire.kernels.cpu.moe import CpuExperts
 from quire.kernels.reference.int8 import Int8Codes, as_blocks, fits_blocks, matrices_of, quantize
 from quire.quant.dequantized import dequantize_experts, dequantize_weight, use_plain, use_plain_experts
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.weight import (
     LinearShape,
@@ -44,7 +44,7 @@ class Int8Format:
         return Int8Weight(shape, functools.partial(self.plain.linear, parts, shape), self.scheme)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if self.scheme.stored and self.scheme.weights == "tensor" and are_together(parts):
+        if self.scheme.stored and self.scheme.weights == "tensor" and are_fused(parts):
             raise ConfigError(
                 f"{parts[0]} has gate and up in one int8 tensor with one scale for both, which is not "
                 "supported: one for each output, or experts that are stored one by one, are"
@@ -249,11 +249,6 @@ class Int8Experts(StoredExperts):
                 matrices_of(down, num, hidden, inner),
             )
             self.mix = CpuExperts([[up] for up in ups], downs, shape.activation, *self.biases)
-
-
-def are_together(parts: tuple[str, ...]) -> bool:
-    """Return whether gate and up are in one tensor; two parts may also be `up` and `down` without a gate."""
-    return len(parts) == 2 and not parts[0].endswith(".up_proj")
 
 
 def _quantize_each(weight: Tensor) -> Int8Codes:
