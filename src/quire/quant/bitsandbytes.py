@@ -24,6 +24,7 @@ from quire.quant.weight import (
     bias_of,
     empty_parameter,
     frozen_parameter,
+    stored_indices,
     with_bias,
 )
 
@@ -128,13 +129,9 @@ class Packed4(nn.Module):
         device = self.codes.device
         if not self.is_share:
             return torch.arange(self.absmax.shape[1], device=device)
-        rows, first = [], 0
-        for run in self.rows:
-            rows.append(torch.arange(run.size, device=device) + first + run.start)
-            first += run.all
         columns = self.columns.per(BLOCK)
         within = torch.arange(columns.size, device=device) + columns.start
-        return (torch.cat(rows)[:, None] * columns.all + within).flatten()
+        return (stored_indices(self.rows, device)[:, None] * columns.all + within).flatten()
 
     def _offset(self, i: int) -> float:
         """Return the offset that was subtracted from all scales of matrix `i` before they were quantized."""

@@ -10,7 +10,7 @@ from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.int4 import GROUPS, Int4Experts, Int4Linear, expert_sizes
 from quire.quant.sharding import Runs, Shard, check_units
-from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter
+from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter, stored_indices
 
 
 class HqqFormat:
@@ -92,7 +92,8 @@ def _read(scheme: Hqq, stored: dict[str, Tensor], outputs: Runs, inputs: Shard) 
     else:
         group = 1
         scales, zeros = (x.expand_as(rows).reshape(size) for x in (scales, zeros))
-    places, exists = _output_places(outputs, words.device)
+    places = stored_indices(outputs, words.device)
+    exists, places = places < size[0], places.clamp(max=size[0] - 1)  # padding gets the scale 0
     span = slice(inputs.start, inputs.start + inputs.size)
     groups = span if group == 1 else slice(span.start // group, -(-span.stop // group))
     return Int4Codes(
@@ -101,14 +102,3 @@ def _read(scheme: Hqq, stored: dict[str, Tensor], outputs: Runs, inputs: Shard) 
         zeros[places, groups],
         4 if bits <= 4 else 8,
     ).contiguous()
-
-
-def _output_places(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index of each output of a shard in the whole weight, and whether the output exists or is
-    padding."""
-    places, first = [], 0
-    for run in runs:
-        places.append(torch.arange(run.size, device=device) + first + run.start)
-        first += run.all
-    wanted = torch.cat(places)
-    return wanted.clamp(max=first - 1), wanted < first

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -152,6 +153,13 @@ def with_bias(
         for part, piece in zip(parts, bias.split(list(sizes)), strict=True):
             part["bias"] = Piece(piece)
     return parts
+
+
+def stored_indices(runs: Runs, device: torch.device) -> Tensor:
+    """Return the index of each entry of a shard in the whole stored axis; padding is past the end."""
+    starts = accumulate((run.all for run in runs), initial=0)
+    ranges = (torch.arange(run.size) + start + run.start for run, start in zip(runs, starts, strict=False))
+    return torch.cat([*ranges]).to(device)
 
 
 def frozen_parameter(tensor: Tensor) -> nn.Parameter:
