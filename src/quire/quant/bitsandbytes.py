@@ -50,7 +50,7 @@ class BitsAndBytesFormat:
         if self.scheme.kind == "int8":
             return Int8Weight(shape, plain, _INT8, scale=_SCALES, divisor=_LARGEST)
         for part, runs in zip(parts, shape.outputs, strict=False):
-            _check(part, runs, shape.inputs or Shard(shape.size_in))
+            _check(part, runs, shape.input_shard)
         return Table4(shape, plain, self.scheme)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -152,9 +152,9 @@ class Table4(Weight):
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: BitsAndBytes) -> None:
         super().__init__(shape)
         self.plain, self.kind = plain, scheme.kind
-        outputs = shape.outputs or tuple((Shard(size),) for size in shape.sizes_out)
-        columns = shape.inputs or Shard(shape.size_in)
-        self.stored = nn.ModuleList(Packed4(1, rows, columns, scheme, shape.device) for rows in outputs)
+        self.stored = nn.ModuleList(
+            Packed4(1, rows, shape.input_shard, scheme, shape.device) for rows in shape.output_runs
+        )
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
         """None before `repack`; afterwards codes if the GPU kernel supports them, otherwise dequantized
@@ -218,12 +218,10 @@ class TableExperts(StoredExperts):
         self.plain, self.kind = plain, scheme.kind
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
-        inner, hidden = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
-        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         self.stored = nn.ModuleDict(
             {
                 name: Packed4(shape.experts, (rows,), columns, scheme, shape.device)
-                for name, (rows, columns) in sizes.items()
+                for name, (rows, columns) in shape.matrices().items()
             }
         )
 

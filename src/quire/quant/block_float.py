@@ -51,7 +51,7 @@ class BlockFloatFormat:
         self.plain = plain
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        _check(self.scheme, ", ".join(parts), shape.inputs or Shard(shape.size_in))
+        _check(self.scheme, ", ".join(parts), shape.input_shard)
         build = partial(self._target_format(parts, shape.sizes_out, shape.size_in).linear, parts, shape)
         return BlockFloatWeight(self.scheme, shape, build)
 
@@ -62,7 +62,7 @@ class BlockFloatFormat:
                 "separate, but this model has them fused"
             )
         _check(self.scheme, parts[0], Shard(shape.hidden))
-        _check(self.scheme, parts[-1], shape.inner or Shard(shape.intermediate))
+        _check(self.scheme, parts[-1], shape.matrices()["down"][1])
         target = self._target_format(parts, (shape.experts,) * len(parts), shape.intermediate, shape.hidden)
         return BlockFloatExperts(self.scheme, shape, partial(target.experts, parts, shape))
 
@@ -173,10 +173,9 @@ class BlockFloatExperts(StoredExperts):
     def __init__(self, scheme: BlockFloat, shape: ExpertShape, build: Callable[[], StoredExperts]) -> None:
         super().__init__(shape)
         self.build = build
-        num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         self.stored = {
-            name: BlockFloatMatrices(scheme, *size, shape.device, num) for name, size in sizes.items()
+            name: BlockFloatMatrices(scheme, outputs.size, inputs.size, shape.device, shape.experts)
+            for name, (outputs, inputs) in shape.matrices().items()
         }
         self.target: StoredExperts | None = None
 

@@ -26,6 +26,11 @@ class ExpertShape:
     inner: Shard | None = None
     """Shard of the intermediate size; None: the whole size."""
 
+    def matrices(self) -> dict[str, tuple[Shard, Shard]]:
+        """Return the shards of outputs and inputs of an expert's gate, up and down."""
+        up = self.inner or Shard(self.intermediate), Shard(self.hidden)
+        return {"gate": up, "up": up, "down": up[::-1]}
+
 
 class StoredExperts(StoredTensors):
     """The tensors of all experts of a layer; they are empty until the checkpoint is loaded."""

@@ -186,8 +186,8 @@ class GGUFExperts(StoredExperts):
         self.kinds = dict(zip(("gate", "up", "down"), kinds, strict=True))
         self.packed = nn.ParameterDict(
             {
-                name: _unfilled(kind, shape.experts, *_matrix_shape(name, shape))
-                for name, kind in self.kinds.items()
+                name: _unfilled(self.kinds[name], shape.experts, outputs.size, inputs.size)
+                for name, (outputs, inputs) in shape.matrices().items()
             }
         )
 
@@ -203,10 +203,8 @@ class GGUFExperts(StoredExperts):
     def finish(self) -> None:
         shape, matrices = self.shape, {}
         for name, kind in self.kinds.items():
-            rows, _ = _matrix_shape(name, shape)
             parameter = self.packed[name]
-            stored = parameter.data.view(shape.experts * rows, -1)
-            whole = pack(stored, kind, interleaved=interleaves())
+            whole = pack(parameter.data.flatten(0, 1), kind, interleaved=interleaves())
             matrices[name] = cut(whole, shape.experts)
             parameter.data = whole.data
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
@@ -231,12 +229,6 @@ class GGUFExpertsOnGPU(GGUFExperts):
 
     def by_expert(self) -> list[list[Tensor]]:
         raise ConfigError("experts of a GGUF file cannot move between GPUs: leave enable_eplb out")
-
-
-def _matrix_shape(name: str, shape: ExpertShape) -> tuple[int, int]:
-    """Return the numbers of rows and columns of an expert's matrix `name`: gate, up or down."""
-    sizes = shape.intermediate, shape.hidden
-    return sizes[::-1] if name == "down" else sizes
 
 
 def cut(whole: Matrix, num: int) -> list[Matrix]:

@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 from quire.kernels.reference.int4 import Int4Codes
 from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
-from quire.quant.int4 import GROUPS, Int4Experts, Int4Linear, expert_sizes
+from quire.quant.int4 import GROUPS, Int4Experts, Int4Linear
 from quire.quant.sharding import Runs, Shard, check_units
 from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter, stored_indices
 
@@ -23,7 +23,7 @@ class HqqFormat:
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         for name in parts:
-            self._check(name, shape.inputs or Shard(shape.size_in))
+            self._check(name, shape.input_shard)
         return Int4Linear(HqqTensors(self.scheme), shape, self.plain)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -32,7 +32,7 @@ class HqqFormat:
                 f"{parts[0]} has several experts or gate and up in one tensor, which HQQ does not quantize; "
                 "use another checkpoint"
             )
-        for name, (_, inputs) in expert_sizes(shape).items():
+        for name, (_, inputs) in shape.matrices().items():
             self._check(f"{parts[0]} ({name})", inputs)
         return Int4Experts(HqqTensors(self.scheme), shape, self.plain)
 

@@ -20,7 +20,15 @@ from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.int4_layouts import LAYOUTS, TILED_INPUTS, Sizes, read
 from quire.quant.sharding import Runs, Shard, check_units
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parameter, frozen_parameter
+from quire.quant.weight import (
+    LinearShape,
+    Piece,
+    Weight,
+    bias_of,
+    empty_parameter,
+    frozen_parameter,
+    with_bias,
+)
 
 logger = get_logger(__name__)
 GROUPS = (-1, 32, 64, 128)
@@ -56,9 +64,8 @@ class Int4Format:
             )
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        runs = shape.outputs or [(Shard(size),) for size in shape.sizes_out]
-        for name, outputs in zip(parts, runs, strict=True):
-            _check(self.scheme, name, outputs, shape.inputs or Shard(shape.size_in))
+        for name, outputs in zip(parts, shape.output_runs, strict=True):
+            _check(self.scheme, name, outputs, shape.input_shard)
         return Int4Linear(GroupedTensors(self.scheme), shape, self.plain)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -67,7 +74,7 @@ class Int4Format:
                 f"{parts[0]}: experts of {self.scheme.layout} are stored one by one, with gate, up and down "
                 "separate, but this model has them fused"
             )
-        for name, (outputs, inputs) in expert_sizes(shape).items():
+        for name, (outputs, inputs) in shape.matrices().items():
             _check(self.scheme, f"{parts[0]} ({name})", (outputs,), inputs)
         return Int4Experts(GroupedTensors(self.scheme), shape, self.plain)
 
@@ -174,18 +181,13 @@ class Int4Linear(Weight):
         self.tensors = tensors
         self.plain = plain
         self.bias = bias_of(shape)
-        self.inputs = shape.inputs or Shard(shape.size_in)
-        self.outputs = shape.outputs or tuple((Shard(size),) for size in shape.sizes_out)
-        self.stored = [tensors.empty(runs, self.inputs, shape.device) for runs in self.outputs]
+        self.stored = [tensors.empty(runs, shape.input_shard, shape.device) for runs in shape.output_runs]
         self.orders = [torch.arange(size) for size in shape.sizes_out]
         self.packed = nn.ParameterList()
         """The tensors that the kernels read."""
 
     def parts(self) -> list[dict[str, Piece]]:
-        if self.bias is None:
-            return self.stored
-        biases = self.bias.split(list(self.shape.sizes_out))
-        return [{**part, "bias": Piece(piece)} for part, piece in zip(self.stored, biases, strict=True)]
+        return with_bias([dict(part) for part in self.stored], self.bias, self.shape.sizes_out)
 
     def reorder(self, orders: list[Tensor]) -> None:
         """Record the order of outputs, which `finish` applies: in the file, several outputs may share a
@@ -221,7 +223,7 @@ class Int4Linear(Weight):
         """Return the codes of part `i` with outputs in this order, and the order of its inputs; release its
         stored tensors."""
         stored = {suffix: piece.tensor for suffix, piece in self.stored[i].items()}
-        codes, inputs = self.tensors.read(stored, self.outputs[i], self.inputs)
+        codes, inputs = self.tensors.read(stored, self.shape.output_runs[i], self.shape.input_shard)
         self.stored[i] = {}
         if not torch.equal(order, torch.arange(len(order))):
             order = order.to(codes.codes.device)
@@ -304,7 +306,7 @@ class Int4Experts(StoredExperts):
         self.plain = plain
         self.stored = {
             name: tensors.empty((outputs,), inputs, shape.device, shape.experts)
-            for name, (outputs, inputs) in expert_sizes(shape).items()
+            for name, (outputs, inputs) in shape.matrices().items()
         }
         self.packed = nn.ParameterList()
 
@@ -323,7 +325,7 @@ class Int4Experts(StoredExperts):
 
     def _read(self, name: str, expert: int) -> tuple[Int4Codes, Tensor | None]:
         stored = {suffix: piece.tensor[expert] for suffix, piece in self.stored[name].items()}
-        outputs, inputs = expert_sizes(self.shape)[name]
+        outputs, inputs = self.shape.matrices()[name]
         return self.tensors.read(stored, (outputs,), inputs)
 
     def _on_gpu(self) -> bool:
@@ -383,12 +385,6 @@ class Int4Experts(StoredExperts):
         experts.finish()
         self.packed = nn.ParameterList(experts.parameters())
         self.mix = experts.mix
-
-
-def expert_sizes(shape: ExpertShape) -> dict[str, tuple[Shard, Shard]]:
-    """Return the shards of outputs and inputs of an expert's gate, up and down."""
-    up = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
-    return {"gate": up, "up": up, "down": up[::-1]}
 
 
 def _values_in_order(codes: Int4Codes, order: Tensor | None, inputs: int) -> Tensor:

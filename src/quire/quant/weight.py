@@ -34,6 +34,14 @@ class LinearShape:
     inputs: Shard | None = None
     """Shard of the inputs; None: all inputs."""
 
+    @property
+    def input_shard(self) -> Shard:
+        return self.inputs or Shard(self.size_in)
+
+    @property
+    def output_runs(self) -> tuple[Runs, ...]:
+        return self.outputs or tuple((Shard(size),) for size in self.sizes_out)
+
 
 class Piece(NamedTuple):
     """A tensor that is filled from a checkpoint tensor, and its axes along the layer's outputs and inputs
