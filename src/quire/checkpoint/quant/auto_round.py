@@ -1,11 +1,11 @@
 """AutoRound: weights in the layouts of GPTQ and AWQ, with settings for single layers."""
 
 import re
-from dataclasses import replace
 from typing import Any, Literal
 
 from quire.checkpoint.quant.awq import group_size
 from quire.checkpoint.quant.facts import LayerRule, QuantFacts, layer_pattern
+from quire.checkpoint.quant.gptq import change_scheme, check_pattern
 from quire.checkpoint.quant.schemes import BlockFloat, Grouped, Scheme
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
@@ -78,23 +78,11 @@ def _pattern(keys: ConfigReader, name: str) -> str:
     expression."""
     if not _WILDCARD.search(name):
         return layer_pattern(name)
-    try:
-        return re.compile(name).pattern
-    except re.error as error:
-        raise ConfigError(
-            f"{keys.source}: extra_config has {name!r}, which is not a valid pattern: {error}"
-        ) from error
+    return check_pattern(name, f"{keys.source}: extra_config", name)
 
 
 def _change(scheme: Scheme, layer: ConfigReader) -> Scheme | None:
     """Return `scheme` changed by the settings of a single layer; None: the layer is not quantized."""
     if layer.size("bits", 1) >= _UNQUANTIZED_BITS:
         return None
-    if not isinstance(scheme, Grouped):
-        return scheme
-    return replace(
-        scheme,
-        bits=layer.size("bits", scheme.bits),
-        group=scheme.group if layer.get("group_size") is None else group_size(layer, "group_size"),
-        symmetric=layer.flag("sym", scheme.symmetric),
-    )
+    return change_scheme(scheme, layer) if isinstance(scheme, Grouped) else scheme
