@@ -63,6 +63,15 @@ class ConfigReader:
             raise self.wrong(key, "a positive integer")
         return value
 
+    def count(self, key: str, default: int = 0) -> int:
+        """Return an integer of 0 or more, such as a number of layers or the index of a layer."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.wrong(key, "an integer of 0 or more")
+        return value
+
     def any_number(self, key: str) -> float:
         """Return a number of either sign, as it is stored."""
         value: Any = self._present(key)

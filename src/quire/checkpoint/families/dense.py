@@ -67,10 +67,7 @@ def _qwen_windows(keys: ConfigReader) -> Windows:
         return same_window(None, keys)
     if keys.get("layer_types") is not None:
         return windows_by_kind(keys, window)
-    first = keys.get("max_window_layers")
-    first = 28 if first is None else first
-    if not isinstance(first, int) or first < 0:
-        raise keys.wrong("max_window_layers", "a number of layers")
+    first = keys.count("max_window_layers", 28)
     return tuple(window if layer >= first else None for layer in range(keys.size("num_hidden_layers")))
 
 

@@ -173,7 +173,7 @@ def nomic(keys: ConfigReader) -> ArchFacts:
     return _rotary_encoder(
         keys,
         rope,
-        EncoderFacts("nomic_bert", token_types=_token_types(keys, 2), gated=True),
+        EncoderFacts("nomic_bert", token_types=keys.count("type_vocab_size", 2), gated=True),
         activation=activation_of(keys, default="silu"),
         max_len=trained,
         qkv_bias=keys.flag("qkv_proj_bias"),
@@ -196,7 +196,7 @@ def gte(keys: ConfigReader) -> ArchFacts:
     return _rotary_encoder(
         keys,
         _stretched_rope(keys, 10_000.0 if is_new else 160_000.0, length),
-        EncoderFacts("new" if is_new else "gte", token_types=_token_types(keys, 1), gated=True),
+        EncoderFacts("new" if is_new else "gte", token_types=keys.count("type_vocab_size", 1), gated=True),
         activation=activation_of(keys, default="gelu"),
         max_len=length,
         biases=True,
@@ -208,7 +208,7 @@ def jina(keys: ConfigReader) -> ArchFacts:
     return _rotary_encoder(
         keys,
         rope,
-        EncoderFacts("roberta", token_types=_token_types(keys, 1)),
+        EncoderFacts("roberta", token_types=keys.count("type_vocab_size", 1)),
         activation=activation_of(keys, default="gelu"),
         norm_eps=keys.number("layer_norm_eps", 1e-5),
         max_len=max_len_of(keys),
@@ -220,10 +220,6 @@ def _rotary_encoder(keys: ConfigReader, rope: RopeFacts, encoder: EncoderFacts, 
     fields = {"norm_eps": keys.number("layer_norm_eps", 1e-12), "norm_bias": True, **facts}
     layers = (LayerFacts(rope),) * keys.size("num_hidden_layers")
     return _encoder(keys, layers=layers, encoder=encoder, **fields)
-
-
-def _token_types(keys: ConfigReader, default: int) -> int:
-    return 0 if keys.get("type_vocab_size") == 0 else keys.size("type_vocab_size", default)
 
 
 def _stretched_rope(keys: ConfigReader, theta: float, length: int) -> RopeFacts:

@@ -134,7 +134,7 @@ def bailing_v2(keys: ConfigReader) -> ArchFacts:
 
 
 def _bailing(keys: ConfigReader, moe: MoeFacts) -> ArchFacts:
-    shared = keys.get("num_shared_experts") or 0
+    shared = keys.count("num_shared_experts")
     inner = keys.size("moe_shared_expert_intermediate_size", moe.intermediate)
     if keys.get("rotary_dim") is not None:
         rotary_factor = keys.size("rotary_dim") / keys.size("head_dim")

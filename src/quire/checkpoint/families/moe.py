@@ -109,7 +109,7 @@ def granite_moe_swa(keys: ConfigReader) -> ArchFacts:
 
 
 def _granite_experts(keys: ConfigReader) -> MoeFacts:
-    shared = _count(keys, "shared_intermediate_size")
+    shared = keys.count("shared_intermediate_size")
     return read_experts(keys, "intermediate_size", True, names="granite", shared_intermediate=shared)
 
 
@@ -155,7 +155,7 @@ def cohere2_moe(keys: ConfigReader) -> ArchFacts:
     if keys.get("rms_norm_eps") is not None:
         facts = replace(facts, norm="rms", norm_eps=keys.number("rms_norm_eps"))
     renormalized = scoring == "softmax" or keys.flag("norm_topk_prob", True)
-    shared = inner * _count(keys, "num_shared_experts")
+    shared = inner * keys.count("num_shared_experts")
     moe = read_experts(keys, "intermediate_size", renormalized, scoring=scoring, names="deepseek")
     moe = replace(moe, shared_intermediate=shared, shared_mean=_is_mean(keys))
     if scoring not in ("softmax", "sigmoid"):
@@ -239,7 +239,7 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
             keys.size("num_experts_per_tok", 6), "sigmoid", True, keys.number("route_scale", 1.0)
         ),
         choice_bias=True,
-        shared_intermediate=inner * _count(keys, "num_shared_experts"),
+        shared_intermediate=inner * keys.count("num_shared_experts"),
         names="afmoe",
     )
     return add_experts(
@@ -251,39 +251,26 @@ def mtp_pattern(keys: ConfigReader) -> str:
     """Return a regular expression for the tensors of the MTP layers after the last layer; empty if there are
     none. Only a draft model loads these tensors."""
     last = keys.size("num_hidden_layers")
-    more = keys.get("num_nextn_predict_layers") or 0
-    if not isinstance(more, int) or more < 0:
-        raise keys.wrong("num_nextn_predict_layers", "a number of layers")
+    more = keys.count("num_nextn_predict_layers")
     return rf"\blayers\.({'|'.join(str(last + i) for i in range(more))})\." if more else ""
 
 
 def ernie_moe(keys: ConfigReader) -> ArchFacts:
     inner, count = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
-    start, end = _layer(keys, "moe_layer_start_index", 1), _layer(keys, "moe_layer_end_index", -1)
-    every, last = keys.size("moe_layer_interval", 1), count - 1 if end == -1 else end
+    if keys.get("moe_layer_end_index") == -1:
+        keys = keys.but(moe_layer_end_index=None)
+    start, last = keys.count("moe_layer_start_index", 1), keys.count("moe_layer_end_index", count - 1)
+    every = keys.size("moe_layer_interval", 1)
     facts = ernie(keys, head_dim=None, head_bias=keys.flag("use_bias"))
     moe = MoeFacts(
         experts=keys.size("moe_num_experts"),
         intermediate=inner,
         routing=Routing(keys.size("moe_k"), renormalized=True),
         choice_bias=True,
-        shared_intermediate=inner * _count(keys, "moe_num_shared_experts"),
+        shared_intermediate=inner * keys.count("moe_num_shared_experts"),
         names="ernie",
     )
     return add_experts(facts, moe, {layer for layer in range(start, last + 1) if (layer + 1) % every == 0})
-
-
-def _count(keys: ConfigReader, key: str) -> int:
-    """Return the size under `key`; 0 if the key is missing or 0."""
-    return keys.size(key) if keys.get(key) else 0
-
-
-def _layer(keys: ConfigReader, key: str, default: int) -> int:
-    number = keys.get(key)
-    number = default if number is None else number
-    if not isinstance(number, int) or not -1 <= number < keys.size("num_hidden_layers"):
-        raise keys.wrong(key, "the number of a layer")
-    return number
 
 
 def hunyuan_moe(keys: ConfigReader) -> ArchFacts:
@@ -325,7 +312,7 @@ def deepseek_experts(keys: ConfigReader, scoring: str) -> MoeFacts:
             group_best=2 if balanced else 1,
         ),
         choice_bias=balanced,
-        shared_intermediate=inner * _count(keys, "n_shared_experts"),
+        shared_intermediate=inner * keys.count("n_shared_experts"),
         names="deepseek",
     )
 
@@ -426,11 +413,7 @@ def first_dense(keys: ConfigReader, default: int = 0) -> set[int]:
         if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {"dense", "sparse"}:
             raise keys.wrong("mlp_layer_types", f"{count} entries, each dense or sparse")
         return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
-    first = keys.get("first_k_dense_replace")
-    first = default if first is None else first
-    if not isinstance(first, int) or first < 0:
-        raise keys.wrong("first_k_dense_replace", "a number of layers")
-    return set(range(first, count))
+    return set(range(keys.count("first_k_dense_replace", default), count))
 
 
 def add_experts(facts: ArchFacts, moe: MoeFacts, sparse: set[int] | None = None) -> ArchFacts:

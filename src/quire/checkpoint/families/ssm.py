@@ -109,9 +109,8 @@ def _read_mamba(keys: ConfigReader, inner: int, names: tuple[str, ...] = _MAMBA_
 def jamba(keys: ConfigReader) -> ArchFacts:
     """Read Jamba: Mamba with norms, attention without rotary embedding in every n-th layer, and experts in
     some layers."""
-    every, first = keys.size("attn_layer_period", 8), read_layer_number(keys, "attn_layer_offset", 4)
-    sparse_every = keys.size("expert_layer_period", 2)
-    sparse_first = read_layer_number(keys, "expert_layer_offset", 1)
+    every, first = keys.size("attn_layer_period", 8), keys.count("attn_layer_offset", 4)
+    sparse_every, sparse_first = keys.size("expert_layer_period", 2), keys.count("expert_layer_offset", 1)
     numbers, moe = range(keys.size("num_hidden_layers")), None
     inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
     if keys.size("num_experts", 16) > 1:
@@ -161,22 +160,6 @@ def falcon_h1(keys: ConfigReader) -> ArchFacts:
             scales=tuple(into * scale for scale in scales) if {into, *scales} != {1.0} else (),
         ),
     )
-
-
-def read_layer_number(keys: ConfigReader, key: str, default: int) -> int:
-    """Return the layer number under `key`, or the default."""
-    number = keys.get(key)
-    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-        raise keys.wrong(key, "the number of a layer")
-    return default if number is None else number
-
-
-def read_layer_numbers(keys: ConfigReader, key: str) -> list[int]:
-    """Return a list of layer numbers; empty if the key is missing."""
-    numbers = keys.get(key) or []
-    if not isinstance(numbers, list) or not all(isinstance(i, int) for i in numbers):
-        raise keys.wrong(key, "a list of numbers of layers")
-    return numbers
 
 
 def _read_factors(keys: ConfigReader, key: str, count: int) -> tuple[float, ...]:
@@ -257,7 +240,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
 
 def bamba(keys: ConfigReader) -> ArchFacts:
     """Read Bamba: Mamba-2, and attention that rotates half of each head in `attn_layer_indices`."""
-    attention_layers, count = read_layer_numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
+    attention_layers, count = keys.integers("attn_layer_indices"), keys.size("num_hidden_layers")
     keys = keys.defaults(rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)
     has_state = [i not in attention_layers for i in range(count)]
@@ -318,7 +301,7 @@ def nemotron_h(keys: ConfigReader) -> ArchFacts:
         moe = replace(
             deepseek_experts(keys, "sigmoid"),
             plain=True,
-            latent=keys.size("moe_latent_size") if keys.get("moe_latent_size") else 0,
+            latent=keys.count("moe_latent_size"),
             shared_intermediate=keys.size("moe_shared_expert_intermediate_size"),
             names="nemotron_h",
         )

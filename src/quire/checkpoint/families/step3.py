@@ -188,7 +188,7 @@ def _sparse_layers(keys: ConfigReader, default: range) -> set[int]:
 def _per_layer(keys: ConfigReader, key: str, default: Any = None, more: str = "") -> list[Any]:
     """Return the value of each layer under `key`: a list, or one value for all layers. MTP layers are
     included; their values may be under the key `more`."""
-    count, values, num_mtp = _count(keys), keys.get(key), keys.get("num_nextn_predict_layers") or 0
+    count, values, num_mtp = _count(keys), keys.get(key), keys.count("num_nextn_predict_layers")
     if not isinstance(values, list):
         return [default if values is None else values] * (count + num_mtp)
     if values and len(values) < count:
