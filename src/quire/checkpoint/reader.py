@@ -39,6 +39,11 @@ class ConfigReader:
         """Return a copy of the reader with these values for keys that are missing."""
         return self.but(**{key: value for key, value in values.items() if self.get(key) is None})
 
+    def renamed(self, names: Mapping[str, str]) -> "ConfigReader":
+        """Return a copy with values also under new keys; `names` maps old keys to new ones. Values under old
+        keys have precedence."""
+        return self.but(**{new: self.get(old) for old, new in names.items() if self.get(old) is not None})
+
     def require(self, key: str, value: Any) -> None:
         """Raise if the key is set to anything but `value`, the only supported value."""
         if self.get(key) not in (None, value):

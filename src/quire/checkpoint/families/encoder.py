@@ -161,8 +161,7 @@ _NOMIC_LEN = 2048
 
 def nomic(keys: ConfigReader) -> ArchFacts:
     is_older = keys.get("n_embd") is not None
-    named = {new: keys.get(old) for old, new in _NOMIC_KEYS.items() if keys.get(old) is not None}
-    keys = keys.but(**named)
+    keys = keys.renamed(_NOMIC_KEYS)
     for key, usual in (("prenorm", False), ("use_rms_norm", False), ("rotary_emb_interleaved", False)):
         if keys.flag(key, usual) is not usual:
             raise keys.wrong(key, "false")

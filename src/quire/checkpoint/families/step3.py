@@ -10,7 +10,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
 _KINDS = ("full_attention", "sliding_attention")
-_NAMES = {
+_KEYS = {
     "num_attention_groups": "num_key_value_heads",
     "moe_num_experts": "n_routed_experts",
     "moe_top_k": "num_experts_per_tok",
@@ -58,7 +58,7 @@ def step35(keys: ConfigReader) -> ArchFacts:
     with a value per layer also cover the MTP layers after the last layer."""
     for key, value in _ONLY.items():
         keys.require(key, value)
-    keys = keys.defaults(**{new: keys.get(old) for old, new in _NAMES.items()})
+    keys = keys.renamed(_KEYS)
     head_dim, biased, count = keys.size("head_dim", 128), keys.flag("attention_bias"), _count(keys)
     layers = _read_layers(keys, head_dim)
     return decoder(

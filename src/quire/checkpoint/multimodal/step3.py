@@ -90,8 +90,8 @@ def step37(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     return _read(keys, text_part(keys, default="step3p5"))
 
 
-_NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
-"""Maps keys of transformers to StepFun's."""
+_KEYS = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+"""Maps StepFun's keys to those of transformers."""
 _STEP3_SIZES: dict[str, Any] = {
     "layers": 63,
     "hidden": 1792,
@@ -104,8 +104,7 @@ _SIZES: dict[str, Any] = {"layers": 47, "hidden": 1536, "heads": 16, "image": 72
 
 
 def _read(keys: ConfigReader, text: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    vision = part(keys, "vision_config")
-    vision = vision.but(**{new: vision.get(old) or vision.get(new) for new, old in _NAMES.items()})
+    vision = part(keys, "vision_config").renamed(_KEYS)
     hidden = vision.size("hidden_size", _SIZES["hidden"])
     vision = vision.but(intermediate_size=int(hidden * vision.number("mlp_ratio", 8960 / 1536)))
     vit = read_vit(vision, **_SIZES, activation="quick_gelu", norm_eps=1e-5)
