@@ -15,7 +15,6 @@ from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 from quire.kernels.reference.nf4 import in_halves, scaled, split
 from quire.quant.bitsandbytes import BitsAndBytesFormat, Packed4
-from quire.quant.experts import ExpertShape
 from quire.quant.sharding import Shard
 from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape
@@ -114,9 +113,3 @@ def test_skipped_layers() -> None:
     )
     assert facts is not None and facts.scheme("a.up_proj") is None
     assert facts.scheme("a.down_proj") == BitsAndBytes("nf4", True)
-
-
-def test_experts_in_one_tensor_are_rejected() -> None:
-    shape = ExpertShape(2, 64, 32, "silu", False, torch.float32, CPU)
-    with pytest.raises(ConfigError, match="all experts in one tensor"):
-        BitsAndBytesFormat(BitsAndBytes("nf4"), PlainFormat()).experts(("gate_up", "down"), shape)

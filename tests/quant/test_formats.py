@@ -7,11 +7,16 @@ import torch
 
 from quire.checkpoint.quant import ONLINE, choose_quant
 from quire.checkpoint.quant.facts import LayerRule, QuantFacts, all_but
-from quire.checkpoint.quant.schemes import Fp8, Grouped
+from quire.checkpoint.quant.schemes import BitsAndBytes, BlockFloat, Fp8, Grouped, Hqq
 from quire.errors import ConfigError
 from quire.quant import formats
+from quire.quant.bitsandbytes import BitsAndBytesFormat
+from quire.quant.block_float import BlockFloatFormat
 from quire.quant.experts import ExpertShape
+from quire.quant.format import Format
 from quire.quant.formats import SchemeFormat
+from quire.quant.hqq import HqqFormat
+from quire.quant.int4 import Int4Format
 from quire.quant.unquantized import PlainFormat, PlainWeight
 from quire.quant.weight import LinearShape, MixedWeight, materialize, placeholder_parameter
 
@@ -100,3 +105,20 @@ def test_borrowed_weights_take_no_memory() -> None:
     weight = placeholder_parameter(64, 8, dtype=torch.float32, device=torch.device("cpu"))
     assert weight.shape == (64, 8) and weight.untyped_storage().nbytes() == 4
     assert materialize(weight).untyped_storage().nbytes() == weight.nbytes
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        BitsAndBytesFormat(BitsAndBytes("nf4"), PlainFormat()),
+        BlockFloatFormat(BlockFloat("nvfp4"), PlainFormat()),
+        HqqFormat(Hqq(4, 64), PlainFormat()),
+        Int4Format(INT4, PlainFormat()),
+    ],
+)
+def test_experts_in_one_tensor_are_rejected(format: Format) -> None:
+    """Catches gate_up_proj taken for up_proj, which experts without a gate have."""
+    shape = ExpertShape(2, 64, 64, "silu", False, torch.float32, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="mlp.experts.gate_up_proj"):
+        format.experts(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), shape)
+    format.experts(("mlp.experts.up_proj", "mlp.experts.down_proj"), shape)

@@ -29,7 +29,8 @@ _MTP_ARCHITECTURES = (
 
 
 _UNNORMED_TARGET_STATES = ("Step3p5ForCausalLM",)
-"""Architectures with MTP layers that read the target's hidden states before the final norm, not after it."""
+"""Architectures with MTP layers whose input is the target's hidden states before the final norm, not after
+it."""
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 """Speculation methods that run a draft model in the worker."""
 
@@ -41,16 +42,16 @@ class Draft:
     method: str
     """One of METHODS."""
     checkpoint: Checkpoint
-    """Checkpoint of the draft; for `mtp` the target's checkpoint, with the facts of its MTP layer."""
+    """Checkpoint of the draft; for `mtp` the target's checkpoint, but its `facts` describe the MTP layer."""
     num_tokens: int
-    """Largest number of tokens proposed per step."""
+    """Largest number of draft tokens per step."""
 
     @property
     def facts(self) -> ArchFacts:
         return self.checkpoint.facts
 
     def of_one(self, num_devices: int) -> ArchFacts:
-        """Return the draft's facts on one tensor-parallel rank."""
+        """Return the facts of the draft's shard on one of `num_devices` tensor-parallel ranks."""
         return shard_facts(self.facts, num_devices)
 
 
@@ -70,8 +71,8 @@ def read_draft(method: str, target: Checkpoint, num_tokens: int, path: Path | No
 
 
 def check_draft_settings(draft: Draft, requested: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Raise if a `requested` setting of speculative_config differs from the target's, or the draft
-    checkpoint's."""
+    """Raise if a setting of speculative_config (`requested`) differs from that of the target model or, for
+    `quantization`, of the draft checkpoint."""
     quant = draft.checkpoint.quant
     expected = {"quantization": None if quant is None else quant.method, **target}
     for name, value in requested.items():
@@ -110,7 +111,7 @@ def check_vocabulary(
 
 
 def _check_draft_model(draft: ArchFacts) -> None:
-    """Raise if this model cannot draft: a draft model must be able to run rejected positions again."""
+    """Raise if this model cannot be a draft model, which must be able to compute rejected positions again."""
     cannot = {
         "attends in both directions": draft.encoder is not None,
         "is run by transformers": draft.borrowed is not None,
@@ -180,7 +181,7 @@ _READERS: dict[str, Callable[[ConfigReader, ArchFacts], ArchFacts]] = {"eagle": 
 
 
 def _mtp_facts(target: ArchFacts, path: Path) -> ArchFacts:
-    """Return the facts of the MTP layer: the target's `predicting`, or else like its last attention layer."""
+    """Return the facts of a draft that consists of the target's MTP layer."""
     if target.architecture not in _MTP_ARCHITECTURES:
         raise ConfigError(
             f"{path}: a {target.architecture} has no layers for multi-token prediction; "

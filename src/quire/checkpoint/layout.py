@@ -9,31 +9,33 @@ from itertools import accumulate
 from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
 
 _MAX_SHARED_FRACTION = 0.75
-"""Layers lie side by side in shared slabs if that takes less than this fraction of the memory of separate
-slabs."""
+"""Layers with pages of different sizes share cache tensors if that takes less than this fraction of the
+memory of separate tensors."""
 _MAX_WASTE = 1.25
-"""Groups are as large as the most common kind of layers if that has fewer layers than this factor times the
-rarest kind; otherwise they are as large as the rarest kind."""
+"""Limit for the size of layer groups, as a factor. Layers with one window and page size are a kind. If the
+largest kind has less than this factor times the layers of the smallest kind, groups are as large as the
+largest kind, otherwise as large as the smallest."""
 INT8_CACHE = "int8_per_token_head"
 """KV cache dtype with a scale for each token and head."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, INT8_CACHE: 1}
 SCALE_BYTES = 4
 """Bytes of the float32 scale behind each head of an int8 cache."""
 ROW_KINDS = ("state", "cross_attention")
-"""Kinds of cache with a fixed size per row (running request)."""
+"""Values of `CacheSpec.kind` for caches with a fixed size per row (running request)."""
 MARK_BYTES = 4
-"""Bytes per row of the unused placeholder state of a layer that transformers caches itself: such a row has no
-pages."""
+"""Bytes per running request of the state of a layer whose cache is in transformers. The state is not used,
+but without it the layer would have no cache spec."""
 CROSS_BLOCK_SIZE = 16
-"""Block size of cross-attention states: the number of states is rounded up to a multiple of it."""
+"""Block size of cross-attention states; the number of states is rounded up to a multiple of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The cache of one layer: its size per token or per row."""
+    """The cache of one layer: its size per token, or per row (running request)."""
 
     kind: str
-    """full | window | latent: paged, per token; state | cross_attention: a fixed size per row"""
+    """full | window | latent: a paged cache with a size per token; state | cross_attention: a fixed size per
+    row"""
     planes: int = 2
     """Number of tensors of the layer's pages: two for keys and values, one for MLA latents."""
     numbers: int = 0
@@ -46,7 +48,8 @@ class CacheSpec:
     """KV heads per token and plane; 0 for caches without heads."""
 
     def stored_as(self, kv_dtype: str) -> "CacheSpec":
-        """Return the spec for a KV cache dtype; `numbers` then includes the scales of heads, if any."""
+        """Return the spec for a KV cache dtype. For int8, the elements in `numbers` include the scales of all
+        heads."""
         scales = SCALE_BYTES * self.heads if kv_dtype == INT8_CACHE else 0
         return replace(self, numbers=self.numbers + scales)
 
@@ -55,47 +58,52 @@ class CacheSpec:
         return self.kind not in ROW_KINDS
 
     def row_bytes(self, bytes_per_number: int, num_states: int = 1) -> int:
-        """Return the bytes of one row: SSM states and cross-attention states."""
+        """Return the bytes of one row outside of pages: `num_states` SSM states, or cross-attention
+        states."""
         cross_bytes = self.planes * self.numbers * bytes_per_number if self.kind == "cross_attention" else 0
         return num_states * self.bytes_per_row + cross_bytes
 
     @property
     def parts(self) -> tuple["CacheSpec", ...]:
-        """Return the pages and the state as separate specs, if there are both."""
+        """Return one spec of the pages and one of the state if the layer has both; otherwise only this
+        spec."""
         if not (self.is_paged and self.bytes_per_row):
             return (self,)
         return replace(self, bytes_per_row=0), CacheSpec("state", bytes_per_row=self.bytes_per_row)
 
     @property
     def page(self) -> tuple[int, int]:
-        """Return planes, and elements per token and plane; layers with equal pages can share memory."""
+        """Return the page size as (planes, elements per token and plane). Layers with equal page sizes can
+        share memory."""
         return self.planes, self.numbers
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that allocate blocks together: a block of the group is one page in each of them."""
+    """Layers that allocate KV blocks together. A block of the group has one page for each of its layers; a
+    page is a layer's cache of `block_size` tokens."""
 
     window: int | None
     layers: tuple[int, ...]
-    """Layer numbers of the model, followed by those of its draft; the j-th layer of a page kind uses slab j
-    of that kind."""
+    """Layer numbers; those of a draft model follow those of the model. The j-th layer with a given page size
+    uses the j-th slab (cache tensor) for that page size."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Groups of layers over one pool of KV blocks. A slab is memory that one layer of each group uses, or
-    several side by side. A block is one page in every slab, and belongs to one group at a time."""
+    """Groups of layers that share one pool of KV blocks. The cache consists of slabs: tensors with one page
+    for every block. Each group stores one layer in a slab, or several layers side by side. A block belongs to
+    one group at a time."""
 
     specs: tuple[CacheSpec | None, ...]
     """Spec of each layer; None: the layer has no cache."""
     groups: tuple[CacheGroup, ...]
     largest: int = 0
     """Elements per token in each of the two planes of a slab, if layers with smaller pages lie side by side
-    in one slab; 0: each page kind has separate slabs."""
+    in one slab; 0: each page size has separate slabs."""
     states_per_row: int = 1
-    """Number of SSM states that each layer keeps per row: with drafts, one for each position that a step
-    computes."""
+    """Number of SSM states of each layer per running request: one for each position that a decode step
+    computes, which are several with draft tokens."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -103,8 +111,8 @@ class CacheLayout:
 
     @property
     def slabs(self) -> tuple[int, ...]:
-        """Return the elements per token of each slab, ordered by page kind. Each group has one layer in a
-        slab, or several side by side."""
+        """Return the elements per token of each slab (cache tensor), over all planes, ordered by page
+        size."""
         if self.largest:
             most = max(
                 (-(-len(group.layers) // self._layers_per_slab(group)) for group in self.groups), default=0
@@ -114,8 +122,8 @@ class CacheLayout:
 
     @property
     def parts(self) -> dict[int, tuple[int, int]]:
-        """Return for each layer with pages: its index among the layers of its group in the same slab, and the
-        number of these layers."""
+        """Map each layer with a paged cache to (its index among the layers of its group in the same slab, the
+        number of these layers)."""
         return {
             layer: (at % self._layers_per_slab(group), self._layers_per_slab(group))
             for group in self.groups
@@ -124,7 +132,7 @@ class CacheLayout:
 
     def _layers_per_slab(self, group: CacheGroup) -> int:
         """Return the number of layers of a group that share one slab. If it is above 1, all layers of the
-        group have one page kind."""
+        group have the same page size."""
         if not self.largest or not group.layers:
             return 1
         _, numbers = self._page(group.layers[0])
@@ -132,7 +140,7 @@ class CacheLayout:
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Return the group and slab of each layer with pages."""
+        """Map each layer with a paged cache to the indices of its group and its slab."""
         if self.largest:
             return {
                 layer: (number, at // self._layers_per_slab(group))
@@ -150,7 +158,8 @@ class CacheLayout:
 
     @property
     def _pages(self) -> dict[tuple[int, int], int]:
-        """Return the number of slabs of each page kind: its largest number of layers in one group."""
+        """Map each page size to its number of slabs, which is the largest number of such layers in one
+        group."""
         most = Counter[tuple[int, int]]()
         for group in self.groups:
             most |= Counter(self._page(layer) for layer in group.layers)
@@ -162,8 +171,8 @@ class CacheLayout:
         return spec.page
 
     def of(self, layers: Container[int]) -> "CacheLayout":
-        """Return the layout of a pipeline stage with these layers. It has the same number of groups; some may
-        be empty."""
+        """Return the layout of a pipeline stage with these layers. The number of groups is the same; groups
+        may be empty."""
         specs = tuple(spec if number in layers else None for number, spec in enumerate(self.specs))
         groups = (
             CacheGroup(group.window, tuple(number for number in group.layers if number in layers))
@@ -172,12 +181,13 @@ class CacheLayout:
         return replace(self, specs=specs, groups=tuple(groups))
 
     def keeping(self, more: int) -> "CacheLayout":
-        """Return the layout with sliding windows that keep `more` additional tokens."""
+        """Return the layout with all sliding windows extended by `more` tokens."""
         groups = (replace(group, window=group.window and group.window + more) for group in self.groups)
         return replace(self, groups=tuple(groups))
 
     def row_bytes(self, bytes_per_number: int) -> int:
-        """Return the bytes of one row besides its pages: SSM states and cross-attention states."""
+        """Return the bytes of one row (running request) besides its pages: SSM states and cross-attention
+        states."""
         return row_bytes(self.specs, bytes_per_number, self.states_per_row)
 
     @property
@@ -190,14 +200,15 @@ class CacheLayout:
         return sum(self.slabs) * block_size * bytes_per_number
 
     def blocks_of(self, num_tokens: int, *, block_size: int, max_chunk: int) -> int:
-        """Return the largest number of blocks that a request of `num_tokens` holds at any time."""
+        """Return the largest number of blocks that a request of `num_tokens` needs at any time."""
         sizes = {"block_size": block_size, "max_chunk": max_chunk}
         return sum(most_blocks(num_tokens, group.window, **sizes) for group in self.groups)
 
 
 def most_blocks(num_tokens: int, window: int | None, *, block_size: int, max_chunk: int) -> int:
-    """Return the largest number of blocks in one group. With a window these are the blocks of a chunk and of
-    the tokens that its first token attends to, at any offset in a block."""
+    """Return the largest number of blocks that a request of `num_tokens` needs in one group at any time. With
+    a sliding window these are the blocks of a prefill chunk and of the tokens that its first token attends
+    to."""
     blocks = -(-num_tokens // block_size)
     return blocks if window is None else min(blocks, (window + max_chunk - 3) // block_size + 2)
 
@@ -207,20 +218,22 @@ def has_ssm_state(specs: Sequence[CacheSpec | None]) -> bool:
 
 
 def row_bytes(specs: Sequence[CacheSpec | None], bytes_per_number: int, num_states: int = 1) -> int:
-    """Return the bytes of one row besides its pages, over all layers, with `num_states` SSM states per
-    layer."""
+    """Return the bytes of one row (running request) besides its pages, over all layers, with `num_states` SSM
+    states per layer."""
     return sum(spec.row_bytes(bytes_per_number, num_states) for spec in specs if spec is not None)
 
 
 def layout(
     specs: Sequence[CacheSpec | None], max_len: int, states_per_row: int = 1, kv_dtype: str = "auto"
 ) -> CacheLayout:
-    """Build the cache layout for a KV cache dtype.
+    """Build the cache layout of layers with these specs (None: the layer has no cache).
 
-    Layers with equal windows form groups of about equal size, since a block of a small group leaves slabs
-    unused. Layers with another page size than most, such as a draft's, have separate slabs and join the first
-    full-attention group. If these groups take more memory than one full-attention group of all layers, the
-    layout is that one group. Layers lie side by side in slabs instead if that takes much less memory.
+    A slab is a cache tensor with one page for every block, which one layer of each group uses. Layers with
+    equal windows form groups of about equal size, since a block of a smaller group leaves slabs unused.
+    Layers with another page size than most layers, such as those of a draft model, have separate slabs and
+    join the first full-attention group. If these groups take more memory than a single full-attention group
+    of all layers, there is only this single group. If it takes much less memory, several layers with small
+    pages lie side by side in a slab instead.
     """
     specs = [spec and spec.stored_as(kv_dtype) for spec in specs]
     return replace(_layout_of_pages(specs, max_len), states_per_row=states_per_row)
@@ -248,8 +261,8 @@ def _layout_of_pages(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLa
 
 
 def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0) -> list[CacheGroup]:
-    """Group layers by window and by page size; a window of `max_len` or more counts as full attention. With
-    `largest` (elements per token and plane of a slab), several layers may lie in one slab."""
+    """Group layers by window and by page size; a window of `max_len` or more counts as full attention. If
+    `largest` (elements per token and plane of a slab) is set, several layers may lie in one slab."""
     alike: dict[tuple[int | None, int], list[int]] = {}
     for layer, spec in paged.items():
         window = None if spec.window is None or spec.window >= max_len else spec.window
@@ -265,7 +278,8 @@ def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0
 
 
 def _find_odd_layers(paged: Mapping[int, CacheSpec]) -> set[int]:
-    """Return the layers whose page kind is not the most common page kind, counted in elements."""
+    """Return the layers whose page size is not the main one, which has the most elements per token over all
+    layers."""
     numbers = Counter[tuple[int, int]]()
     for spec in paged.values():
         numbers[spec.page] += spec.planes * spec.numbers
@@ -273,14 +287,14 @@ def _find_odd_layers(paged: Mapping[int, CacheSpec]) -> set[int]:
 
 
 def _count_elements(layout: CacheLayout, num_tokens: int) -> int:
-    """Return the approximate number of elements that blocks for `num_tokens` hold."""
+    """Return the approximate number of cache elements of a request of `num_tokens`."""
     kept = (num_tokens if window is None else min(window, num_tokens) for window in layout.windows)
     return sum(layout.slabs) * sum(kept)
 
 
 def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
-    """Return the cache spec of each layer; None for a layer without a cache, such as those of encoders. If
-    the model has cross-attention states, their spec follows as the last entry."""
+    """Return the cache spec of each layer; None for a layer without a cache, such as a layer of an encoder.
+    If the model has cross-attention states, their spec is an additional last entry."""
     if facts.encoder is not None:
         return (None,) * len(facts.layers)
     specs = tuple(_spec(facts, layer) for layer in facts.layers)
@@ -293,7 +307,8 @@ def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
 
 
 def cross_attention_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
-    """Return the cache spec of cross-attention states: keys and values of each layer, in whole blocks."""
+    """Return the cache spec of cross-attention states: `num_vectors` (rounded up to whole blocks) keys and
+    values of `numbers` elements in each layer."""
     rounded = -(-num_vectors // CROSS_BLOCK_SIZE) * CROSS_BLOCK_SIZE
     return CacheSpec("cross_attention", numbers=num_layers * rounded * numbers)
 

@@ -71,8 +71,9 @@ def read_checkpoint(
     trust_remote_code: bool = False,
     family: Family | None = None,
 ) -> Checkpoint:
-    """Read the checkpoint at `path`. `overrides` (hf_overrides) are merged into config.json, which may be in
-    another directory. The family is chosen by architecture unless one is passed."""
+    """Read the checkpoint at `path`. `overrides` (hf_overrides) are merged into config.json, which is in
+    `config_path` if that is set. Unless `family` is set, the reader of the config is selected by its
+    architecture name."""
     path = Path(path)
     if path.is_dir():
         config = _read_config(config_path or path, overrides or {})
@@ -91,7 +92,7 @@ def read_checkpoint(
 
 
 def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `changes` on top; nested objects are merged the same way."""
+    """Return `base` updated with `changes`; nested objects are merged in the same way."""
     out = dict(base)
     for key, value in changes.items():
         old = out.get(key)
@@ -169,8 +170,8 @@ def _pooling_keys(whole: ConfigReader, decoder: ConfigReader, named: str) -> tup
 
 
 def _read_facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:
-    """Return the architecture name in config.json, and the facts: those of a family of Quire, or of a model
-    that runs through transformers."""
+    """Return the architecture name in config.json, and the facts of the model. A model without code in Quire
+    runs through transformers, if possible."""
     named = _architectures(keys)
     known = [name for name in named if _family(name) in FAMILIES]
     if known and model_impl not in RUN_BY_TRANSFORMERS:
@@ -241,8 +242,8 @@ def _nearest_architecture(keys: ConfigReader, name: str) -> str:
 
 
 def _family(name: str) -> str:
-    """Return the family of an architecture name: classifiers, headless models and text parts of multimodal
-    models have the family of their decoder."""
+    """Return the key of FAMILIES for an architecture name: classifiers, headless models and text parts of
+    multimodal models have the key of their decoder. Unknown names are returned unchanged."""
     if name in ALIASES:
         return ALIASES[name]
     bases = [name.removesuffix(end) for end in _OTHER_ENDINGS if name.endswith(end)]
@@ -252,7 +253,8 @@ def _family(name: str) -> str:
 
 
 def _media_family(name: str) -> str:
-    """Return the multimodal family of a classifier's name; other names are returned unchanged."""
+    """Return the key of MEDIA_FAMILIES for the name of a multimodal classifier; other names are returned
+    unchanged."""
     body = name.removesuffix(_OTHER_ENDINGS[0])
     known = f"{body}ForConditionalGeneration"
     return known if body != name and known in MEDIA_FAMILIES else name

@@ -72,7 +72,7 @@ def is_offline() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a store. A changed file has another size or version."""
+    """One file in an object store. If its content changes, its size or version changes, too."""
 
     name: str
     """Path below the URL."""
@@ -91,7 +91,7 @@ class StoreFolder:
 
     A copy is stored under `blobs` by name, size and version. `snapshots` has one directory of links for each
     listing, so that files of different versions are never mixed. `listing.json` is the newest listing, which
-    offline mode uses. A lock makes processes of one machine share a download.
+    offline mode uses. A lock ensures that only one process of a machine downloads at a time.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class StoreFolder:
         self.files = self._list()
 
     def download(self, names: Collection[str]) -> Path:
-        """Return a directory with at least these files; fetches those that the cache does not have. Raises a
-        ConfigError if the store cannot be read, an OSError if the cache cannot be written."""
+        """Return a directory with at least these files, after downloading those that the cache does not have.
+        Raises a ConfigError if the store cannot be read, an OSError if the cache cannot be written."""
         files = [self.files[name] for name in names]
         snapshot = self._folder / "snapshots" / self._state()
         if all((snapshot / file.name).exists() for file in files):
@@ -135,7 +135,7 @@ class StoreFolder:
         return snapshot
 
     def remember(self, *, replace: bool) -> None:
-        """Save the listing for offline mode; an earlier listing is replaced only with `replace`."""
+        """Save the listing for offline mode; an existing listing is replaced only if `replace`."""
         if self._offline or self._read_saved() == self._listing():
             return
         if replace or not self._saved.exists():
@@ -144,7 +144,8 @@ class StoreFolder:
             new.replace(self._saved)
 
     def matching(self, allow: list[str], ignore: Sequence[str] = ()) -> list[str]:
-        """Return the names that match a pattern of `allow` and none of `ignore`, as the hub matches them."""
+        """Return the file names that match a pattern of `allow` and none of `ignore`, by the rules of the
+        Hugging Face hub."""
 
         def matches(name: str, patterns: Sequence[str]) -> bool:
             return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -181,8 +182,8 @@ class StoreFolder:
             raise _store_error(self.url, error) from None
 
     def _fetch(self, files: Sequence[StoredFile]) -> None:
-        """Read the chunks of all files in parallel. When all files are complete, each gets its final name. A
-        file that has changed since the listing is discarded instead, and a ConfigError is raised."""
+        """Download the chunks of all files in parallel; complete files get their final names. A file that has
+        changed in the store meanwhile is discarded, and a ConfigError is raised."""
         if not files:
             return
         blobs = self._folder / "blobs"
@@ -337,7 +338,8 @@ class _Part:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a key is a path below its folder. Keys of stores are free texts: `a//b`, `../a`, `a/`."""
+    """Whether the key of an object is a path below its folder. Stores allow any text as a key: `a//b`,
+    `../a`, `a/`."""
     return "\\" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
 
 
@@ -347,7 +349,7 @@ def _stored_file(name: str, info: Mapping[str, Any]) -> StoredFile:
 
 
 def _folder_name(url: str) -> str:
-    """Return a readable name that is unique to the URL, such as `s3--bucket--model-0a1b2c3d4e5f`."""
+    """Return a readable and unique folder name for a URL, such as `s3--bucket--model-0a1b2c3d4e5f`."""
     readable = re.sub(r"[^\w.-]", "_", url.replace("://", "--").replace("/", "--"))
     return f"{readable[:120]}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 

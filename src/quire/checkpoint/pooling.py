@@ -22,7 +22,7 @@ _CLASSES = "ForSequenceClassification"
 _TOKEN_CLASSES = "ForTokenClassification"
 _BIDIRECTIONAL = "LlamaBidirectional"
 _BIDIRECTIONAL_PREFIXES = (_BIDIRECTIONAL, "EuroBert")
-"""Prefixes of architectures that attend in both directions without a key for it in config.json."""
+"""Prefixes of architectures that attend in both directions, although config.json has no key for this."""
 _DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
 """Encoders whose embedding of a text is the output of its last token."""
 _REWARDS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ _POOLER_KEYS = {
     **dict.fromkeys(("normalize", "softmax", "activation", "use_activation"), "use_activation"),
     **{name: name for name in ("dimensions", "step_tag_id", "returned_token_ids")},
 }
-"""Keys of `pooler_config`, and the settings that they stand for."""
+"""Maps keys of `pooler_config` to names of settings."""
 _AS_STORED = ("is_matryoshka", "matryoshka_dimensions", "label_tokens", "two_way", "instructions")
 
 
@@ -78,17 +78,18 @@ class StoredPooling:
     label_tokens: tuple[str, ...] = ()
     """Tokens whose logits are the scores of the classes, if the classifier is part of the output head."""
     two_way: bool = False
-    """Whether the score is the softmax over the two label tokens: one class."""
+    """Whether the only class is the second of two label tokens, and its score the softmax over both (Qwen3
+    rerankers)."""
     bidirectional: str = ""
-    """Reason why a decoder attends in both directions, such as the config key; empty: it is causal."""
+    """Reason why a decoder attends in both directions, such as a config key; empty: the decoder is causal."""
     instructions: tuple[tuple[str, str], ...] = ()
     """Prompts to prepend to inputs, by task name."""
     projection: int = 0
-    """Output size of the projection of every hidden state; 0: there is none."""
+    """Output size of the projection of every hidden state (late interaction); 0: there is no projection."""
     dense: tuple[DenseFacts, ...] = ()
     """Dense layers after pooling, in order."""
     task_heads: tuple[TaskHead, ...] = ()
-    """Output layer of each task, for models with several; the first is the default."""
+    """Output layer of each task, for models with several output layers; the first task is the default."""
     head: str = ""
     """Head of a token classifier: tokens | reward | value, a key of the table in `models/`."""
     is_raw: bool = False
@@ -108,13 +109,14 @@ class PoolingFacts:
     """Pooling settings of an engine."""
 
     task: str
-    """`embed` or `classify`; each of the two also exists per token."""
+    """`embed` or `classify`; requests may also use the per-token form of the task, such as `token_embed`."""
     type: str
     """LAST, CLS or MEAN: hidden state of the last token, of the first, or the mean of all."""
     size: int
     """Size of an embedding, or number of classes."""
     use_activation: bool = True
-    """Whether outputs are normalized, or turned into probabilities, unless a request sets it."""
+    """Whether embeddings are normalized, or logits turned into probabilities, unless a request sets
+    `use_activation`."""
     activation: str = "softmax"
     dimensions: int | None = None
     """Default size of returned embeddings; None: the full size."""
@@ -134,9 +136,9 @@ class PoolingFacts:
     `models/`."""
     temperature: float = 1.0
     by_token: bool = False
-    """Whether outputs are per token unless a request sets the task."""
+    """Whether a request without a task gets outputs per token."""
     token_type: str = "ALL"
-    """Tokens with outputs: ALL, or those that end a STEP."""
+    """Tokens with outputs: `ALL` tokens, or those that end a step of a reasoning (`STEP`)."""
     step_tag_id: int | None = None
     """Token that ends a step; None: each token has an output."""
     returned_token_ids: tuple[int, ...] = ()
@@ -166,7 +168,8 @@ class PoolingFacts:
 
     @property
     def needs_all_states(self) -> str:
-        """Return the pooling type if it needs all hidden states (no prefix cache), or an empty string."""
+        """Return the pooling type if it needs the hidden states of all tokens, which excludes prefix caching;
+        otherwise an empty string."""
         if self.token_type == "STEP":
             return self.token_type
         return "" if self.type == "LAST" or self.head else self.type
@@ -209,7 +212,8 @@ def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPoo
 
 
 def _read_type(keys: ConfigReader, architecture: str) -> dict[str, Any]:
-    """Return settings of StoredPooling: the pooling type, of architectures that have it in config.json."""
+    """Return fields of StoredPooling that depend on the architecture: the pooling type, and a classifier's
+    temperature."""
     if architecture.endswith(_CLASSES) and keys.get("classifier_pooling") is not None:
         key, known = "classifier_pooling", ["cls", "mean"]
     elif architecture in _DUAL_ENCODERS:
@@ -257,7 +261,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 
 def _read_labels(keys: ConfigReader) -> tuple[str, ...]:
-    """Return the class names; without labels in config.json there are two, as in transformers."""
+    """Return the class names. If config.json has no labels, there are two classes, as in transformers."""
     names = keys.get("id2label") or {}
     if not isinstance(names, dict):
         raise keys.wrong("id2label", "an object of numbers to names")
@@ -395,7 +399,7 @@ def _check_dense_sizes(dense: tuple[DenseFacts, ...], hidden: int) -> tuple[Dens
 
 
 def bidirectional_error(stored: StoredPooling, facts: ArchFacts, max_len: int) -> str | None:
-    """Return why this decoder cannot attend in both directions, or None."""
+    """Return the error message if this decoder cannot attend in both directions, otherwise None."""
     windowed = any(layer.window is not None and layer.window < max_len for layer in facts.layers)
     is_gemma = (
         facts.architecture == "Gemma3ForCausalLM" and stored.bidirectional == "use_bidirectional_attention"
@@ -465,7 +469,7 @@ def _as_list(value: Any) -> Any:
 
 
 def dimensions_error(facts: PoolingFacts, wanted: int) -> str | None:
-    """Return why embeddings of this size are not available, or None."""
+    """Return the error message if embeddings of the size `wanted` are not available, otherwise None."""
     if not facts.is_matryoshka:
         return (
             "this model does not support matryoshka representation, changing output dimensions will lead to"

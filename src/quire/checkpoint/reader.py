@@ -39,6 +39,11 @@ class ConfigReader:
         """Return a copy of the reader with these values for keys that are missing."""
         return self.but(**{key: value for key, value in values.items() if self.get(key) is None})
 
+    def renamed(self, names: Mapping[str, str]) -> "ConfigReader":
+        """Return a copy with values also under new keys; `names` maps old keys to new ones. Values under old
+        keys have precedence."""
+        return self.but(**{new: self.get(old) for old, new in names.items() if self.get(old) is not None})
+
     def require(self, key: str, value: Any) -> None:
         """Raise if the key is set to anything but `value`, the only supported value."""
         if self.get(key) not in (None, value):
@@ -61,6 +66,15 @@ class ConfigReader:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise self.wrong(key, "a positive integer")
+        return value
+
+    def count(self, key: str, default: int = 0) -> int:
+        """Return an integer of 0 or more, such as a number of layers or the index of a layer."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.wrong(key, "an integer of 0 or more")
         return value
 
     def any_number(self, key: str) -> float:

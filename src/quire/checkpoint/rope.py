@@ -135,8 +135,8 @@ def read_gguf_rope(file: GGUFFile, arch: ConfigReader, head_dim: int, *, pairs: 
 
 
 def _gguf_factors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
-    """Return a tensor with one factor for each of the dim / 2 frequencies; empty if there is no such
-    tensor."""
+    """Return the values of the tensor `name`, one for each of the dim / 2 frequencies; empty if the file does
+    not have the tensor."""
     tensor = file.tensors.get(f"{name}.weight")
     if tensor is None:
         return ()
@@ -174,7 +174,8 @@ def _sections(rope: ConfigReader, dim: int) -> tuple[int, ...]:
 
 
 def max_len_of(keys: ConfigReader) -> int:
-    """Return the maximum sequence length that a config.json names, without rope scaling, or the default."""
+    """Return the maximum sequence length in config.json, without rope scaling; FALLBACK_MAX_LEN if there is
+    none."""
     lengths = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
     if not lengths:
         warn_once(

@@ -16,7 +16,8 @@ _TYPES = {
     "lasttoken": "LAST",
     "mean": "MEAN",
 }
-"""Pooling types by name in 1_Pooling/config.json: one flag each or, in newer files, one word."""
+"""Pooling types by their names in 1_Pooling/config.json: names of flags or, in newer files, values of
+`pooling_mode`."""
 _SPLADE = "SpladePooling"
 _IGNORED = ("Transformer", "MLMTransformer", "Dropout")
 """Modules without settings to read: the model itself, and dropout, which only training uses."""
@@ -37,7 +38,8 @@ class DenseFacts:
 
 
 def read_modules(path: Path) -> dict[str, Any]:
-    """Read modules.json and its folders as fields of StoredPooling; empty if there is no such file."""
+    """Read modules.json, and the folders that it lists, as fields of StoredPooling; empty if the file does
+    not exist."""
     file = path / "modules.json"
     if not file.is_file():
         return {}

@@ -22,15 +22,16 @@ class TaskHead:
     size: int
     """Number of outputs, of a text or of each token."""
     kind: str = ""
-    """`linear`, or `masked_lm` with the output log(1 + relu(logits)); empty: the hidden state, after the
-    Dense layers of sentence-transformers if there are any."""
+    """Type of the layer: `linear`, or `masked_lm` with the output log(1 + relu(logits)); empty: no layer,
+    since the output is the hidden state (after Dense layers of sentence-transformers, if there are any)."""
     name: str = ""
     """Name of the linear layer in the checkpoint; empty for other kinds."""
     bias: bool = False
     activation: str = "normalize"
     """normalize | relu | identity"""
     reduce: str = ""
-    """`max` or `sum` over the outputs of all tokens of a text; empty: the pooling type selects a state."""
+    """How the outputs of all tokens of a text are combined: `max` or `sum`; empty: the pooling type selects a
+    hidden state."""
     skipped_ids: tuple[int, ...] = ()
     """Special tokens that have no output."""
     file: str = ""
@@ -56,7 +57,7 @@ def read_task_heads(
 
 
 def _colbert_size(path: Path, keys: ConfigReader) -> int:
-    """Return the size of ColBERT's vectors, which may be in a file of its training instead of config.json."""
+    """Return the size of ColBERT's vectors, from config.json or the file artifact.metadata."""
     for key in ("colbert_dim", "dim", "projection_dim"):
         if keys.get(key) is not None:
             return keys.size(key)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the shard of a model on one rank, and the sizes that divide its layers."""
+"""Tensor parallelism: the shard of a model on one rank, and the numbers of ranks that divide its layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ _ATTENDING = ("attention", "attention+mamba")
 
 
 class _Count(NamedTuple):
-    """A size that is divided between ranks; with `repeats`, several ranks may hold the same part."""
+    """A size that is divided between ranks. If `repeats`, several ranks may have the same part."""
 
     number: int
     what: str
@@ -50,7 +50,8 @@ def _has_dense(facts: ArchFacts) -> bool:
 
 
 def check_divisible(facts: ArchFacts, size: int, *, with_experts: bool = True) -> None:
-    """Raise if `size` ranks cannot divide a layer evenly; with `with_experts`, experts are divided, too."""
+    """Raise if layers cannot be divided evenly between `size` ranks; `with_experts`: whether each expert is
+    divided, too."""
     if size == 1:
         return
     if facts.borrowed is not None:
@@ -71,7 +72,8 @@ def check_divisible(facts: ArchFacts, size: int, *, with_experts: bool = True) -
 
 
 def shard_facts(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFacts:
-    """Return the facts of one rank's shard of the model; with `with_experts`, each expert is divided, too."""
+    """Return the facts of one rank's shard of the model; `with_experts`: whether each expert is divided,
+    too."""
     if size == 1:
         return facts
     moe, state = facts.moe, facts.state

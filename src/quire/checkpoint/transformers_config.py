@@ -68,8 +68,8 @@ def _read_model_tables() -> str:
 def read_transformers_model(
     whole: ConfigReader, path: Path, *, remote: bool, own_cache: bool = False
 ) -> ArchFacts:
-    """Read the facts that the engine needs of a decoder; transformers reads the rest of config.json. With
-    `own_cache`, or if the model does not fit Quire's paged attention, transformers caches each sequence."""
+    """Read the values of config.json that the engine needs; transformers reads the others. With `own_cache`,
+    or if the model does not fit Quire's paged attention, transformers caches each sequence."""
     keys = _text_part(whole)
     if keys.flag("is_encoder_decoder"):
         raise whole.wrong("is_encoder_decoder", "false (only decoders run through transformers)")
@@ -95,7 +95,8 @@ def read_transformers_model(
 
 
 def _needs_own_cache(whole: ConfigReader, keys: ConfigReader, *, remote: bool) -> bool:
-    """Return whether a model, judged by its code and config, does not fit Quire's paged attention."""
+    """Return whether the code or config of a model shows that Quire's paged attention cannot replace its
+    attention."""
     layers: Any = keys.get("layer_types")
     values = [keys.get(name) for name in (*_HEADS, *_KV_HEADS, *_HEAD_DIM, *_INTERMEDIATE)]
     if (
@@ -146,8 +147,8 @@ def _read_unpaged_model(whole: ConfigReader, keys: ConfigReader, path: Path, *, 
 
 
 def _size_or_one(keys: ConfigReader, names: tuple[str, ...]) -> int:
-    """Return the size under the first key with a positive integer; 1 if there is none, such as for lists by
-    layer. Only the estimate of the number of parameters uses it."""
+    """Return the first positive integer under one of the keys; 1 if there is none, for example if values are
+    lists by layer. Only the estimated number of parameters depends on this size."""
     values = [keys.get(name) for name in names]
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
@@ -178,8 +179,8 @@ def _feed_forward_width(keys: ConfigReader, hidden: int) -> int:
 
 
 def _windows(keys: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, as far as config.json names it; None: the KV cache keeps all
-    tokens. A layer with an unnamed window only keeps more tokens than it needs."""
+    """Return the sliding window of each layer if config.json has it; None: the KV cache keeps all tokens. A
+    layer whose window is unknown only keeps more tokens than necessary."""
     kinds: Any = keys.get("layer_types")
     if kinds is None:
         return (None,) * num_layers
@@ -192,7 +193,7 @@ def _windows(keys: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _max_len(keys: ConfigReader) -> int:
-    """Return the maximum sequence length, including scaling that is the same for any batch."""
+    """Return the maximum sequence length, including RoPE scaling unless the scaling depends on the batch."""
     length = max_len_of(keys)
     block: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):

@@ -1,4 +1,4 @@
-"""Parameter counts of a model, part by part, computed from its facts."""
+"""Parameter counts of a model, part by part, computed from its config."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,7 +37,7 @@ _UNGATED = {
 
 
 class LayerWeights(NamedTuple):
-    """Parameters of one layer."""
+    """Numbers of parameters of one layer."""
 
     mixer: int
     """Parameters of the token mixer: attention or SSM."""
@@ -54,14 +54,14 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Parameters of a model."""
+    """Numbers of parameters of a model."""
 
     embedding: int
     head: int
     """Parameters of the output head; 0 if the head is tied to the embedding."""
     layers: tuple[LayerWeights, ...]
     tower: int = 0
-    """Parameters of an encoder for cross-attention; other encoders are not counted."""
+    """Parameters of the multimodal encoders; 0: the model has none."""
 
     @property
     def total(self) -> int:
@@ -69,13 +69,15 @@ class Weights(NamedTuple):
 
     @property
     def active(self) -> int:
-        """Return the parameters that one token uses; the embedding counts only if the head is tied to it."""
+        """Return the number of parameters that one token uses; those of the embedding count only if the
+        output head is tied to it."""
         met = sum(layer.mixer + layer.dense + layer.met for layer in self.layers)
         return met + (self.head or self.embedding)
 
 
 def count_parameters(facts: ArchFacts) -> Weights:
-    """Count the parameters, including norms and biases if the facts describe them: exact to one percent."""
+    """Count the parameters of a model, including norms and biases where `facts` have them: exact to one
+    percent."""
     table = facts.vocab * facts.hidden
     positions = facts.max_len * facts.hidden if facts.learned_positions else 0
     if facts.encoder is not None:

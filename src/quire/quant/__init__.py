@@ -14,4 +14,5 @@ SCHEMES = LazyTable(
         "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",
     },
 )
-"""Class name of a scheme -> callable (scheme, plain format) that returns a `Format`."""
+"""Maps the class name of a quantization scheme to a callable that returns its `Format`, given the scheme and
+the format of unquantized weights."""

@@ -12,9 +12,9 @@ from quire.checkpoint.quant.schemes import BitsAndBytes, Int8
 from quire.errors import ConfigError
 from quire.kernels.reference.nf4 import BLOCK, Halves, in_halves, scaled
 from quire.quant.dequantized import dequantize_experts, dequantize_weight, use_plain, use_plain_experts
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
-from quire.quant.int8 import Int8Experts, Int8Weight, are_together
+from quire.quant.int8 import Int8Experts, Int8Weight
 from quire.quant.sharding import Runs, Shard, check_units
 from quire.quant.weight import (
     LinearShape,
@@ -24,17 +24,18 @@ from quire.quant.weight import (
     bias_of,
     empty_parameter,
     frozen_parameter,
+    stored_indices,
     with_bias,
 )
 
 _SCALES = "SCB"
-"""Name of the scales of 8-bit weights: the absolute maximum of each output, which has the code 127."""
+"""Name of the scales of 8-bit weights: the absolute maximum of each output, which is stored as 127."""
 _LARGEST = 127.0
 _INT8 = Int8("channel", "none")
 _NESTED = 256
-"""Number of scales that share one scale if scales are quantized as well."""
+"""Number of scales that share a second-level scale, if scales are quantized as well."""
 _TEXT_BYTES = 1024
-"""Buffer size for the `quant_state` of a weight."""
+"""Buffer size for `quant_state`, the settings of a weight as JSON text."""
 
 
 class BitsAndBytesFormat:
@@ -49,12 +50,12 @@ class BitsAndBytesFormat:
         if self.scheme.kind == "int8":
             return Int8Weight(shape, plain, _INT8, scale=_SCALES, divisor=_LARGEST)
         for part, runs in zip(parts, shape.outputs, strict=False):
-            _check(part, runs, shape.inputs or Shard(shape.size_in))
+            _check(part, runs, shape.input_shard)
         return Table4(shape, plain, self.scheme)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         plain = functools.partial(self.plain.experts, parts, shape)
-        if are_together(parts):
+        if are_fused(parts):
             raise ConfigError(
                 f"{parts[0]} has all experts in one tensor, which bitsandbytes does not quantize; use a "
                 "checkpoint that has them one by one, or the unquantized one"
@@ -68,8 +69,8 @@ class BitsAndBytesFormat:
 
 
 class Packed4(nn.Module):
-    """`num` stored matrices, or this device's shard of their rows or columns: bytes of two codes, row by row,
-    with their scales."""
+    """`num` stored matrices of 4-bit codes with their scales, or this device's shard of their rows or
+    columns. A byte contains two codes, row by row."""
 
     def __init__(
         self, num: int, rows: Runs, columns: Shard, scheme: BitsAndBytes, device: torch.device
@@ -79,7 +80,7 @@ class Packed4(nn.Module):
         self.size = sum(run.size for run in rows), columns.size
         num_values = math.prod(self.size)
         self.is_share = not (columns.is_whole and all(run.is_whole for run in rows))
-        """Whether this device has only a shard. Then no block is cut, and rows consist of whole blocks."""
+        """Whether this device has only a shard. If so, no block is cut, and rows consist of whole blocks."""
         make = functools.partial(empty_parameter, num, device=device)
         self.codes = make(num_values // 2, 1, dtype=torch.uint8)
         self.absmax = make(-(-num_values // BLOCK), dtype=torch.uint8 if scheme.nested else torch.float32)
@@ -90,7 +91,8 @@ class Packed4(nn.Module):
         self.nested_table = make(256 if scheme.nested else 0, dtype=torch.float32)
 
     def pieces(self) -> dict[str, Piece]:
-        """Return the tensors to load by suffix. The scales of scales are not sharded."""
+        """Return the tensors to load, by suffix of their checkpoint names. Second-level scales are not
+        sharded."""
         codes, absmax = Piece(self.codes, None), Piece(self.absmax, None)
         if self.is_share:
             codes, absmax = (
@@ -109,12 +111,13 @@ class Packed4(nn.Module):
         return pieces
 
     def code(self, i: int) -> Tensor:
-        """Return the codes [rows, columns]; the first of two is in the high half of a byte."""
+        """Return the codes of matrix `i`, [rows, columns]; the first of two codes is in the high half of a
+        byte."""
         packed = self.codes[i, :, 0]
         return torch.stack((packed >> 4, packed & 15), 1).view(self.size)
 
     def scales(self, i: int) -> Tensor:
-        """Return one scale per block."""
+        """Return the scales of matrix `i`, one per block."""
         absmax = self.absmax[i]
         if not self.scheme.nested:
             return absmax
@@ -122,25 +125,21 @@ class Packed4(nn.Module):
         return self.nested_table[i][absmax.long()] * scale + self._offset(i)
 
     def _blocks(self) -> Tensor:
-        """Return the indices of this shard's blocks in the whole matrix."""
+        """Return the indices that the blocks of this shard have in the whole matrix."""
         device = self.codes.device
         if not self.is_share:
             return torch.arange(self.absmax.shape[1], device=device)
-        rows, first = [], 0
-        for run in self.rows:
-            rows.append(torch.arange(run.size, device=device) + first + run.start)
-            first += run.all
         columns = self.columns.per(BLOCK)
         within = torch.arange(columns.size, device=device) + columns.start
-        return (torch.cat(rows)[:, None] * columns.all + within).flatten()
+        return (stored_indices(self.rows, device)[:, None] * columns.all + within).flatten()
 
     def _offset(self, i: int) -> float:
-        """Return the offset that was subtracted from all scales before they were quantized."""
+        """Return the offset that was subtracted from all scales of matrix `i` before they were quantized."""
         text = bytes(self.state[i].tolist()).rstrip(b"\0")
         return float(json.loads(text).get("nested_offset", 0.0)) if text else 0.0
 
     def values(self, i: int) -> Tensor:
-        """Return the dequantized values, [rows, columns] in float32."""
+        """Return the dequantized values of matrix `i`, [rows, columns] in float32."""
         values, rows = self.table[i][self.code(i).long()].flatten(), self.size[0]
         missing = -len(values) % BLOCK
         blocks = torch.cat((values, values.new_zeros(missing))).view(1, -1)
@@ -153,12 +152,13 @@ class Table4(Weight):
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: BitsAndBytes) -> None:
         super().__init__(shape)
         self.plain, self.kind = plain, scheme.kind
-        outputs = shape.outputs or tuple((Shard(size),) for size in shape.sizes_out)
-        columns = shape.inputs or Shard(shape.size_in)
-        self.stored = nn.ModuleList(Packed4(1, rows, columns, scheme, shape.device) for rows in outputs)
+        self.stored = nn.ModuleList(
+            Packed4(1, rows, shape.input_shard, scheme, shape.device) for rows in shape.output_runs
+        )
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
-        """None before `repack`; then codes if the GPU kernel supports them, otherwise dequantized values."""
+        """None before `repack`; afterwards codes if the GPU kernel supports them, otherwise dequantized
+        values."""
         self.scales: nn.Parameter | None = None
         self.table: nn.Parameter | None = None
         self.orders: list[Tensor] | None = None
@@ -178,7 +178,8 @@ class Table4(Weight):
         return [stored for stored in self.stored if isinstance(stored, Packed4)]
 
     def _reorder_rows(self, parts: list[Tensor]) -> Tensor:
-        """Concatenate parts with their rows in order. This is done after loading, since blocks span rows."""
+        """Concatenate the parts, with rows in the orders that `reorder` recorded. Rows are reordered only
+        after loading, since blocks span rows."""
         orders = self.orders or [torch.arange(len(part)) for part in parts]
         return torch.cat([part[order.to(part.device)] for part, order in zip(parts, orders, strict=True)])
 
@@ -217,12 +218,10 @@ class TableExperts(StoredExperts):
         self.plain, self.kind = plain, scheme.kind
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
-        inner, hidden = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
-        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         self.stored = nn.ModuleDict(
             {
                 name: Packed4(shape.experts, (rows,), columns, scheme, shape.device)
-                for name, (rows, columns) in sizes.items()
+                for name, (rows, columns) in shape.matrices().items()
             }
         )
 
@@ -245,7 +244,7 @@ class TableExperts(StoredExperts):
 
 
 def _check(name: str, rows: Runs, columns: Shard) -> None:
-    """Check that a shard consists of whole blocks, which span rows."""
+    """Raise unless a shard consists of whole blocks; a block may span rows."""
     check_units(name, (columns,), BLOCK, "blocks")
     if columns.all % BLOCK and not all(run.is_whole for run in rows):
         raise ConfigError(
@@ -255,6 +254,6 @@ def _check(name: str, rows: Runs, columns: Shard) -> None:
 
 
 def _without_first_axis(piece: Piece) -> Piece:
-    """Return the piece of the only matrix, without the axis of matrices."""
+    """Return the piece for the only matrix, without the first axis, which counts matrices."""
     outputs, inputs = (None if axis is None else axis - 1 for axis in (piece.outputs, piece.inputs))
     return piece._replace(tensor=piece.tensor[0], outputs=outputs, inputs=inputs)

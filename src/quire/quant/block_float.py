@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.kernels.reference.fp8 import E4M3
 from quire.kernels.reference.mxfp4 import in_halves, unpack_pairs
 from quire.logs import get_logger, warn_once
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.gguf import GGUFFormat
 from quire.quant.sharding import Shard, check_units
@@ -24,14 +24,14 @@ from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parame
 logger = get_logger(__name__)
 
 _MOST_VALUES = 1 << 24
-"""Values that are dequantized at a time."""
+"""Number of values that are dequantized at a time."""
 _PER_BYTE = 2
-"""Values of 4 bits in a byte."""
+"""Number of 4-bit values in a byte."""
 
 
 class _Layout(NamedTuple):
     block: int
-    """Inputs per scale."""
+    """Number of inputs per scale."""
     codes: torch.dtype
     scales: torch.dtype
 
@@ -51,23 +51,23 @@ class BlockFloatFormat:
         self.plain = plain
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        _check(self.scheme, ", ".join(parts), shape.inputs or Shard(shape.size_in))
+        _check(self.scheme, ", ".join(parts), shape.input_shard)
         build = partial(self._target_format(parts, shape.sizes_out, shape.size_in).linear, parts, shape)
         return BlockFloatWeight(self.scheme, shape, build)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
+        if are_fused(parts):
             raise ConfigError(
                 f"{parts[0]}: experts of {self.scheme.kind} are stored one by one, with gate, up and down "
                 "separate, but this model has them fused"
             )
         _check(self.scheme, parts[0], Shard(shape.hidden))
-        _check(self.scheme, parts[-1], shape.inner or Shard(shape.intermediate))
+        _check(self.scheme, parts[-1], shape.matrices()["down"][1])
         target = self._target_format(parts, (shape.experts,) * len(parts), shape.intermediate, shape.hidden)
         return BlockFloatExperts(self.scheme, shape, partial(target.experts, parts, shape))
 
     def _target_format(self, parts: tuple[str, ...], sizes: Iterable[int], *rest: int) -> Format:
-        """Return the format that the weights have after loading."""
+        """Return the format that the weights are converted to after loading."""
         if self.scheme.kind != "mxfp4":
             return self.plain
         shapes = zip(parts, sizes, strict=False)
@@ -85,7 +85,8 @@ def _check(scheme: BlockFloat, name: str, inputs: Shard) -> None:
 
 
 class BlockFloatMatrices:
-    """Stored tensors of one part: one matrix, or several matrices with the leading axes `front`."""
+    """Stored tensors of one part of a layer (such as the query projection): one matrix, or several matrices
+    with the leading axes `front`."""
 
     def __init__(
         self, scheme: BlockFloat, outputs: int, inputs: int, device: torch.device, *front: int
@@ -109,7 +110,8 @@ class BlockFloatMatrices:
         return pieces
 
     def move_to(self, target: Tensor) -> None:
-        """Fill `target`, which is kept: uint8 with blocks as in a GGUF file, any other dtype with values."""
+        """Convert the stored tensors and write them to `target`: as blocks of a GGUF file if its dtype is
+        uint8, otherwise as dequantized values."""
         if target.dtype == torch.uint8:
             blocks = in_halves(self.codes.data.unflatten(-1, (-1, self.layout.block // _PER_BYTE)))
             target.data = torch.cat((self.scales.data[..., None], blocks), -1).flatten(-2)
@@ -138,7 +140,8 @@ class BlockFloatMatrices:
 
 
 class BlockFloatWeight(Weight):
-    """Holds the tensors of the file while loading, and the weight that `build` returns afterwards."""
+    """A weight with the tensors of the file while loading; afterwards it has the converted weight, which
+    `build` creates."""
 
     def __init__(self, scheme: BlockFloat, shape: LinearShape, build: Callable[[], Weight]) -> None:
         super().__init__(shape)
@@ -164,15 +167,15 @@ class BlockFloatWeight(Weight):
 
 
 class BlockFloatExperts(StoredExperts):
-    """Experts of a layer; see `BlockFloatWeight`."""
+    """Experts of a layer with the tensors of the file while loading, afterwards with converted experts, which
+    `build` creates."""
 
     def __init__(self, scheme: BlockFloat, shape: ExpertShape, build: Callable[[], StoredExperts]) -> None:
         super().__init__(shape)
         self.build = build
-        num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         self.stored = {
-            name: BlockFloatMatrices(scheme, *size, shape.device, num) for name, size in sizes.items()
+            name: BlockFloatMatrices(scheme, outputs.size, inputs.size, shape.device, shape.experts)
+            for name, (outputs, inputs) in shape.matrices().items()
         }
         self.target: StoredExperts | None = None
 

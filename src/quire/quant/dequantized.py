@@ -17,7 +17,8 @@ _META = torch.device("meta")
 
 
 def dequantize_weight(plain: Callable[[], Weight], values: Tensor, reason: str) -> nn.Parameter:
-    """Return a weight's values [outputs, inputs] in the form that `plain` stores, and warn once."""
+    """Copy values [outputs, inputs] into the unquantized weight that `plain` creates, and return its
+    parameter. A warning with `reason` is logged once."""
     warn_once(logger, f"{reason}: weights are dequantized and take as much memory as in an unquantized model")
     wide = plain()
     for part, rows in zip(wide.parts(), values.split(list(wide.shape.sizes_out)), strict=True):
@@ -26,7 +27,7 @@ def dequantize_weight(plain: Callable[[], Weight], values: Tensor, reason: str) 
 
 
 def use_plain(weight: Weight, values: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Replace the kernels of `weight` by those of a plain weight with these values."""
+    """Replace the kernels of `weight` by those of an unquantized weight with these values."""
     plain = PlainWeight(replace(weight.shape, bias=False, device=_META), values.dtype)
     plain.weight, plain.bias = values, bias
     plain.find_kernels()
@@ -37,7 +38,8 @@ def use_plain(weight: Weight, values: nn.Parameter, bias: nn.Parameter | None) -
 def dequantize_experts(
     plain: Callable[[], StoredExperts], gate_up: Tensor, down: Tensor, reason: str
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return the values of experts in the form that `plain` stores, and warn once."""
+    """Copy values into the unquantized experts that `plain` creates, and return the parameters of `gate_up`
+    and `down`. A warning with `reason` is logged once."""
     warn_once(logger, f"{reason}: experts are dequantized and take as much memory as in an unquantized model")
     wide = plain()
     for name, values in (("gate_up", gate_up), ("down", down)):
@@ -46,7 +48,7 @@ def dequantize_experts(
 
 
 def use_plain_experts(experts: StoredExperts, gate_up: nn.Parameter, down: nn.Parameter) -> None:
-    """Replace the kernels of `experts` by those of plain experts with these values."""
+    """Replace the kernels of `experts` by those of unquantized experts with these values."""
     plain = PlainExperts(replace(experts.shape, bias=False, device=_META), gate_up.dtype)
     plain.gate_up, plain.down = gate_up, down
     plain.gate_up_bias, plain.down_bias = experts.gate_up_bias, experts.down_bias

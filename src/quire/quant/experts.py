@@ -26,9 +26,14 @@ class ExpertShape:
     inner: Shard | None = None
     """Shard of the intermediate size; None: the whole size."""
 
+    def matrices(self) -> dict[str, tuple[Shard, Shard]]:
+        """Return the shards of outputs and inputs of an expert's gate, up and down."""
+        up = self.inner or Shard(self.intermediate), Shard(self.hidden)
+        return {"gate": up, "up": up, "down": up[::-1]}
+
 
 class StoredExperts(StoredTensors):
-    """The tensors of all experts of a layer, which are empty at first."""
+    """The tensors of all experts of a layer; they are empty until the checkpoint is loaded."""
 
     mix: Callable[..., Tensor]
     """Computes the weighted sum of the selected experts' outputs (`mix` of `kernels/reference/moe.py`); set
@@ -76,19 +81,19 @@ class StoredExperts(StoredTensors):
                     expert.copy_(expert.index_select(axis - 1, order.to(expert.device)))
 
     def copy_up_to_gate(self) -> None:
-        """Use `up` as the gate, too, after loading and before `finish`."""
+        """Copy the weights of `up` to the gate, after loading and before `finish`."""
         parts = self.parts()
         for suffix, piece in parts["up"].items():
             parts["gate"][suffix].tensor.copy_(piece.tensor)
 
     def refresh_kernels(self) -> None:
-        """Update copies of the weights that kernels hold in another form; see `Weight.refresh_kernels`."""
+        """Update copies of the weights in the layouts of kernels, after the weights were changed in place."""
         if isinstance(self.mix, CpuExperts):
             self.mix.refresh()
 
     def by_expert(self) -> list[list[Tensor]]:
-        """Return the bytes that kernels read, by tensor and expert. Expert load balancing moves an expert by
-        copying its bytes."""
+        """Return the bytes that kernels read: for each tensor a list with the bytes of each expert. Expert
+        load balancing moves an expert by copying its bytes."""
         if isinstance(self.mix, CpuExperts):
             return self.mix.by_expert()
         return [_split_bytes(tensor, self.shape.experts) for tensor in self.parameters() if tensor.numel()]
@@ -96,6 +101,11 @@ class StoredExperts(StoredTensors):
     @property
     def biases(self) -> list[nn.Parameter]:
         return [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
+
+
+def are_fused(parts: tuple[str, ...]) -> bool:
+    """Return whether gate and up are in one tensor; two parts may also be `up` and `down` without a gate."""
+    return len(parts) == 2 and not parts[0].endswith(".up_proj")
 
 
 def _split_bytes(tensor: Tensor, num: int) -> list[Tensor]:

@@ -7,9 +7,10 @@ from quire.quant.weight import LinearShape, Weight
 
 
 class Format(Protocol):
-    """Builds the weights of layers from the names of their parts in the checkpoint."""
+    """Builds empty weights of layers. `parts` are the checkpoint names of the projections that a layer
+    combines, such as those of queries, keys and values."""
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight: ...
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        """Build all experts of a layer; each part contains all of them."""
+        """Build all experts of a layer; each name in `parts` stands for a projection of all experts."""

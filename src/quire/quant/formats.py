@@ -1,4 +1,4 @@
-"""SchemeFormat: builds the weight of each layer by the scheme in its checkpoint."""
+"""SchemeFormat: builds the weight of each layer by its quantization scheme in the checkpoint."""
 
 from itertools import groupby, islice
 
@@ -12,7 +12,8 @@ from quire.quant.weight import LinearShape, MixedWeight, Weight, shapes_of
 
 
 class SchemeFormat:
-    """Builds each layer's weight by its quantization scheme; layers without a scheme are `plain`."""
+    """Builds the weight of each layer by its quantization scheme, and weights without a scheme in the format
+    `plain`."""
 
     def __init__(self, facts: QuantFacts, plain: Format, shape_of: StoredShape | None) -> None:
         self.facts = facts
@@ -60,7 +61,9 @@ class SchemeFormat:
         return self._formats[scheme]
 
     def _scheme(self, *names: str, size: int, quantizable: bool) -> Scheme | None:
-        """Return the scheme of a layer with one of these names if the checkpoint has its tensors."""
+        """Return the scheme of a layer with one of these names; None if the checkpoint does not have the
+        scheme's tensors for it. The layer has `size` weights; `quantizable`: whether to quantize it if the
+        checkpoint is unquantized."""
         scheme = next(filter(None, map(self.facts.scheme, names)), None)
         if scheme is None:
             return None
@@ -74,6 +77,6 @@ class SchemeFormat:
 
 
 def _first_expert(part: str) -> str:
-    """Map experts.gate_proj to experts.0.gate_proj."""
+    """Return the name of the first expert's projection: experts.0.gate_proj for experts.gate_proj."""
     where, _, last = part.rpartition(".")
     return f"{where}.0.{last}"

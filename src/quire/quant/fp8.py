@@ -169,8 +169,8 @@ class Fp8Experts(StoredExperts):
 
 
 class Fp8Matrices(nn.Module):
-    """Weights with their scales: one matrix, or several with the leading axes `lead`. The parts of a matrix
-    have `sizes_out` outputs."""
+    """Weights with their scales: one matrix, or several matrices with the leading axes `lead`. A matrix
+    combines parts (such as gate and up) with `sizes_out` outputs."""
 
     def __init__(
         self,
@@ -235,11 +235,12 @@ class Fp8Matrices(nn.Module):
 
     @property
     def scaled(self) -> Scaled:
-        """Return weight and scale after `settle`."""
+        """Return the weight and its scales; only after `settle`."""
         return Scaled(self.weight.data, self.scale.data)
 
     def settle(self) -> None:
-        """Bring the scales to one per output or block; quantize a weight that is not stored in FP8."""
+        """Expand the scales to one per output or block. If the checkpoint is not in FP8, quantize the
+        weight."""
         if not self.scheme.stored:
             matrices = self.weight.data.flatten(0, -3) if self.axis else self.weight.data[None]
             quantized = [quantize_weight(matrix) for matrix in matrices]  # one by one, to save memory
@@ -256,7 +257,8 @@ class Fp8Matrices(nn.Module):
 
 
 def _order_of_blocks(order: Tensor) -> Tensor | None:
-    """Return the source of each block of outputs; None if a block has several sources."""
+    """Return for each block of reordered outputs the index of the block that they come from; None if the
+    outputs of a block come from several blocks."""
     sources = order.div(BLOCK, rounding_mode="floor").split(BLOCK)
     firsts = torch.stack([source[0] for source in sources])
     is_whole = all(bool((source == first).all()) for source, first in zip(sources, firsts, strict=True))

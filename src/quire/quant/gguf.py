@@ -28,11 +28,12 @@ logger = get_logger(__name__)
 Stored = tuple[str | int, ...]
 """The ggml type of a tensor, and its shape."""
 BLOCKS = {name: (columns, num_bytes) for name, columns, num_bytes in GGML_TYPES.values()}
-"""ggml type -> (number of values, number of bytes) of a block."""
+"""Maps a ggml type to (number of values, number of bytes) of a block."""
 
 
 class GGUFFormat:
-    """Keeps weights packed if the kernels support the types of all parts; `plain` builds the rest."""
+    """Builds weights that stay packed, if kernels support the ggml types of all parts; other weights are
+    built by `plain`."""
 
     def __init__(self, stored: Mapping[str, Stored], plain: Format) -> None:
         self.stored = stored
@@ -78,7 +79,7 @@ def _check(part: str, kind: str, inputs: Shard | None) -> None:
 
 
 def _per_input(kind: str) -> Fraction:
-    """Return the number of values per byte."""
+    """Return the number of values per byte of a ggml type."""
     return Fraction(*BLOCKS[kind])
 
 
@@ -99,18 +100,19 @@ def _is_supported(parts: list[Stored], num_dims: int, layer: LinearShape | Exper
 
 
 def _unfilled(kind: str, *shape: int) -> nn.Parameter:
-    """Return a placeholder for the bytes of matrices of this shape; `GGUFSource.fill` replaces its memory."""
+    """Return a parameter without memory for the bytes of matrices of this shape; `GGUFSource.fill` sets its
+    memory to the mapped file."""
     (block_columns, block_bytes), (*rows, columns) = BLOCKS[kind], shape
     nothing = torch.empty(1, dtype=torch.uint8)
     return frozen_parameter(nothing.expand(*rows, columns // block_columns * block_bytes))
 
 
 class GGUFWeight(Weight):
-    """Holds the bytes of the file while loading, and the layout of the kernels afterwards."""
+    """A weight with the bytes of the file while loading, and in the layout of the kernels afterwards."""
 
     def __init__(self, kinds: tuple[str, ...], shape: LinearShape) -> None:
         super().__init__(shape)
-        # A part that the file lacks takes any type: loading will report it as missing.
+        # A part that is not in the file gets any type: loading will report that it is missing.
         self.kinds = kinds + kinds[-1:] * (len(shape.sizes_out) - len(kinds))
         self.packed = nn.ParameterList(
             _unfilled(kind, size_out, shape.size_in)
@@ -143,7 +145,8 @@ class GGUFWeight(Weight):
 
 
 class GGUFWeightOnGPU(GGUFWeight):
-    """A GGUF weight in the planes of the GPU kernels. Adjacent parts of one type are merged."""
+    """A GGUF weight in the layout of the GPU kernels (`Planes`). Adjacent parts of the same ggml type are
+    merged."""
 
     def finish(self) -> None:
         from quire.kernels.triton.gguf_launch import gated, rows
@@ -176,15 +179,15 @@ class GGUFWeightOnGPU(GGUFWeight):
 
 
 class GGUFExperts(StoredExperts):
-    """GGUF experts of a layer; the kinds are those of gate, up and down."""
+    """GGUF experts of a layer; `kinds` are the ggml types of gate, up and down."""
 
     def __init__(self, kinds: tuple[str, ...], shape: ExpertShape) -> None:
         super().__init__(shape)
         self.kinds = dict(zip(("gate", "up", "down"), kinds, strict=True))
         self.packed = nn.ParameterDict(
             {
-                name: _unfilled(kind, shape.experts, *_matrix_shape(name, shape))
-                for name, kind in self.kinds.items()
+                name: _unfilled(self.kinds[name], shape.experts, outputs.size, inputs.size)
+                for name, (outputs, inputs) in shape.matrices().items()
             }
         )
 
@@ -200,10 +203,8 @@ class GGUFExperts(StoredExperts):
     def finish(self) -> None:
         shape, matrices = self.shape, {}
         for name, kind in self.kinds.items():
-            rows, _ = _matrix_shape(name, shape)
             parameter = self.packed[name]
-            stored = parameter.data.view(shape.experts * rows, -1)
-            whole = pack(stored, kind, interleaved=interleaves())
+            whole = pack(parameter.data.flatten(0, 1), kind, interleaved=interleaves())
             matrices[name] = cut(whole, shape.experts)
             parameter.data = whole.data
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
@@ -211,7 +212,7 @@ class GGUFExperts(StoredExperts):
 
 
 class GGUFExpertsOnGPU(GGUFExperts):
-    """GGUF experts in the planes of the GPU kernels; gate and up of an expert are adjacent."""
+    """GGUF experts in the layout of the GPU kernels (`Planes`); gate and up of an expert are adjacent."""
 
     def finish(self) -> None:
         from quire.kernels.triton.gguf_launch import mix
@@ -230,17 +231,11 @@ class GGUFExpertsOnGPU(GGUFExperts):
         raise ConfigError("experts of a GGUF file cannot move between GPUs: leave enable_eplb out")
 
 
-def _matrix_shape(name: str, shape: ExpertShape) -> tuple[int, int]:
-    """Return rows and columns of an expert's gate, up or down."""
-    sizes = shape.intermediate, shape.hidden
-    return sizes[::-1] if name == "down" else sizes
-
-
 def cut(whole: Matrix, num: int) -> list[Matrix]:
     """Split a matrix into `num` matrices of equally many rows.
 
-    No interleaved group of rows is cut: the rows of one projection are columns of the other projection,
-    which are whole blocks."""
+    If rows are interleaved in groups, no group is cut: the number of rows of one projection is the number of
+    columns of another projection, and columns are whole blocks."""
     rows = whole.rows // num
     assert not whole.interleaved or rows % group_rows() == 0
     size = rows * whole.row_bytes

@@ -6,15 +6,16 @@ from torch import Tensor
 from quire.checkpoint.quant.schemes import Hqq
 from quire.errors import ConfigError
 from quire.kernels.reference.int4 import Int4Codes
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
-from quire.quant.int4 import GROUPS, Int4Experts, Int4Linear, expert_sizes
+from quire.quant.int4 import GROUPS, Int4Experts, Int4Linear
 from quire.quant.sharding import Runs, Shard, check_units
-from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter
+from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter, stored_indices
 
 
 class HqqFormat:
-    """Keeps weights packed if groups have consecutive inputs; other weights are dequantized."""
+    """Builds weights of HQQ, which stay packed if groups have consecutive inputs; other weights are
+    dequantized."""
 
     def __init__(self, scheme: Hqq, plain: Format) -> None:
         self.scheme = scheme
@@ -22,16 +23,16 @@ class HqqFormat:
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         for name in parts:
-            self._check(name, shape.inputs or Shard(shape.size_in))
+            self._check(name, shape.input_shard)
         return Int4Linear(HqqTensors(self.scheme), shape, self.plain)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
+        if are_fused(parts):
             raise ConfigError(
                 f"{parts[0]} has several experts or gate and up in one tensor, which HQQ does not quantize; "
                 "use another checkpoint"
             )
-        for name, (_, inputs) in expert_sizes(shape).items():
+        for name, (_, inputs) in shape.matrices().items():
             self._check(f"{parts[0]} ({name})", inputs)
         return Int4Experts(HqqTensors(self.scheme), shape, self.plain)
 
@@ -41,7 +42,8 @@ class HqqFormat:
 
 
 class HqqTensors:
-    """The tensors of HQQ. A device loads all codes of a weight, since outputs far apart share a byte."""
+    """The tensors of HQQ. A device with a shard of a weight loads all its codes, since outputs far apart
+    share a byte."""
 
     def __init__(self, scheme: Hqq) -> None:
         self.scheme = scheme
@@ -75,21 +77,23 @@ def _kernel_group(scheme: Hqq, inputs: int) -> int:
 
 
 def _read(scheme: Hqq, stored: dict[str, Tensor], outputs: Runs, inputs: Shard) -> Int4Codes:
-    """Return the codes of a shard. Rows of groups are packed with the first ones in the highest bits."""
+    """Return the codes of a shard. A stored integer contains codes from equally spaced rows, the first row in
+    the highest bits."""
     words, bits = stored["W_q"], scheme.bits
     size, group = (sum(run.all for run in outputs), inputs.all), _kernel_group(scheme, inputs.all)
     shifts = range(bits * (scheme.fields[bits] - 1), -1, -bits)
     rows = torch.cat([(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in shifts])
     rows = rows[: size[0] * size[1] // rows.shape[1]]
     scales, zeros = stored["scale"], stored["zero"]
-    if group:  # groups of the file may be several groups of the kernels
+    if group:  # a group of the file may consist of several groups of the kernels
         scales, zeros = (
             x.view(size[0], -1).repeat_interleave(scheme.group // group, 1) for x in (scales, zeros)
         )
     else:
         group = 1
         scales, zeros = (x.expand_as(rows).reshape(size) for x in (scales, zeros))
-    places, exists = _output_places(outputs, words.device)
+    places = stored_indices(outputs, words.device)
+    exists, places = places < size[0], places.clamp(max=size[0] - 1)  # padding gets the scale 0
     span = slice(inputs.start, inputs.start + inputs.size)
     groups = span if group == 1 else slice(span.start // group, -(-span.stop // group))
     return Int4Codes(
@@ -98,14 +102,3 @@ def _read(scheme: Hqq, stored: dict[str, Tensor], outputs: Runs, inputs: Shard) 
         zeros[places, groups],
         4 if bits <= 4 else 8,
     ).contiguous()
-
-
-def _output_places(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index of each output of a shard in the whole weight, and whether the output exists; padding
-    gets the scale 0."""
-    places, first = [], 0
-    for run in runs:
-        places.append(torch.arange(run.size, device=device) + first + run.start)
-        first += run.all
-    wanted = torch.cat(places)
-    return wanted.clamp(max=first - 1), wanted < first

@@ -16,11 +16,19 @@ from quire.kernels.cpu.linear import LinearProduct, Matrix
 from quire.kernels.cpu.moe import CpuExperts
 from quire.kernels.reference.int4 import Gather, Int4Codes, as_blocks, split_zeros
 from quire.logs import get_logger, warn_once
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.int4_layouts import LAYOUTS, TILED_INPUTS, Sizes, read
 from quire.quant.sharding import Runs, Shard, check_units
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parameter, frozen_parameter
+from quire.quant.weight import (
+    LinearShape,
+    Piece,
+    Weight,
+    bias_of,
+    empty_parameter,
+    frozen_parameter,
+    with_bias,
+)
 
 logger = get_logger(__name__)
 GROUPS = (-1, 32, 64, 128)
@@ -34,7 +42,7 @@ _BITS: dict[str, tuple[int, ...]] = {
     "torchao_tiles": (4,),
 }
 _BY_ROW = ("compressed", "torchao", "torchao_pairs")
-"""Layouts in which no word holds codes of several outputs."""
+"""Layouts in which each word contains codes of only one output."""
 _EXPERTS = ("gate", "up", "down")
 _UNSUPPORTED = {
     "cpu": "have zeros or scales that the CPU kernels do not support",
@@ -43,7 +51,7 @@ _UNSUPPORTED = {
 
 
 class Int4Format:
-    """Keeps grouped weights packed."""
+    """Builds integer weights with a scale per group of inputs, which stay packed."""
 
     def __init__(self, scheme: Grouped, plain: Format) -> None:
         self.scheme = scheme
@@ -56,18 +64,17 @@ class Int4Format:
             )
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        runs = shape.outputs or [(Shard(size),) for size in shape.sizes_out]
-        for name, outputs in zip(parts, runs, strict=True):
-            _check(self.scheme, name, outputs, shape.inputs or Shard(shape.size_in))
+        for name, outputs in zip(parts, shape.output_runs, strict=True):
+            _check(self.scheme, name, outputs, shape.input_shard)
         return Int4Linear(GroupedTensors(self.scheme), shape, self.plain)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
+        if are_fused(parts):
             raise ConfigError(
                 f"{parts[0]}: experts of {self.scheme.layout} are stored one by one, with gate, up and down "
                 "separate, but this model has them fused"
             )
-        for name, (outputs, inputs) in expert_sizes(shape).items():
+        for name, (outputs, inputs) in shape.matrices().items():
             _check(self.scheme, f"{parts[0]} ({name})", (outputs,), inputs)
         return Int4Experts(GroupedTensors(self.scheme), shape, self.plain)
 
@@ -100,8 +107,8 @@ def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
 
 
 def _check_shards(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
-    """Check that a shard cuts no words or groups. Outputs share words if zeros or all codes are packed;
-    inputs share groups and words. With act_order, inputs are regrouped after loading."""
+    """Raise if a shard cuts a word or a group. Outputs share words if zeros or all codes are packed; inputs
+    share groups and words. With act_order, inputs are regrouped after loading."""
     per = {"torchao": 1, "torchao_pairs": 2}.get(scheme.layout, 32 // scheme.bits)
     if scheme.layout == "torchao_tiles":
         check_units(name, (inputs,), TILED_INPUTS, "tiles")
@@ -134,7 +141,7 @@ def _sizes(scheme: Grouped, outputs: int, inputs: int) -> Sizes:
 
 
 class Int4Tensors(Protocol):
-    """The tensors of a weight in files of some format."""
+    """The tensors of a weight in one file format: how to create and read them."""
 
     label: str
     """Format and bits, for messages."""
@@ -146,7 +153,8 @@ class Int4Tensors(Protocol):
     def read(
         self, stored: dict[str, Tensor], outputs: Runs, inputs: Shard
     ) -> tuple[Int4Codes, Tensor | None]:
-        """Return the codes of a weight, and the order of its inputs; None if the order is that of x."""
+        """Return the codes of a weight, and the order of its inputs; None if the order is that of the layer's
+        input."""
 
 
 class GroupedTensors:
@@ -166,28 +174,24 @@ class GroupedTensors:
 
 
 class Int4Linear(Weight):
-    """Holds the tensors of the file while loading, and the layout of the kernels afterwards."""
+    """A weight with the tensors of the file while loading, and in the layout of the kernels afterwards."""
 
     def __init__(self, tensors: Int4Tensors, shape: LinearShape, plain: Format) -> None:
         super().__init__(shape)
         self.tensors = tensors
         self.plain = plain
         self.bias = bias_of(shape)
-        self.inputs = shape.inputs or Shard(shape.size_in)
-        self.outputs = shape.outputs or tuple((Shard(size),) for size in shape.sizes_out)
-        self.stored = [tensors.empty(runs, self.inputs, shape.device) for runs in self.outputs]
+        self.stored = [tensors.empty(runs, shape.input_shard, shape.device) for runs in shape.output_runs]
         self.orders = [torch.arange(size) for size in shape.sizes_out]
         self.packed = nn.ParameterList()
         """The tensors that the kernels read."""
 
     def parts(self) -> list[dict[str, Piece]]:
-        if self.bias is None:
-            return self.stored
-        biases = self.bias.split(list(self.shape.sizes_out))
-        return [{**part, "bias": Piece(piece)} for part, piece in zip(self.stored, biases, strict=True)]
+        return with_bias([dict(part) for part in self.stored], self.bias, self.shape.sizes_out)
 
     def reorder(self, orders: list[Tensor]) -> None:
-        """Record the order of outputs; `finish` applies it, since several outputs share a word."""
+        """Record the order of outputs, which `finish` applies: in the file, several outputs may share a
+        word."""
         self.orders = [old[new] for old, new in zip(self.orders, orders, strict=True)]
         for part, order in zip(self.parts(), orders, strict=True):
             if "bias" in part:
@@ -216,9 +220,10 @@ class Int4Linear(Weight):
             self.gated = None
 
     def _read(self, i: int, order: Tensor) -> tuple[Int4Codes, Tensor | None]:
-        """Return the codes of a part and the order of its inputs, and release its stored tensors."""
+        """Return the codes of part `i` with outputs in this order, and the order of its inputs; release its
+        stored tensors."""
         stored = {suffix: piece.tensor for suffix, piece in self.stored[i].items()}
-        codes, inputs = self.tensors.read(stored, self.outputs[i], self.inputs)
+        codes, inputs = self.tensors.read(stored, self.shape.output_runs[i], self.shape.input_shard)
         self.stored[i] = {}
         if not torch.equal(order, torch.arange(len(order))):
             order = order.to(codes.codes.device)
@@ -277,7 +282,7 @@ class Int4Linear(Weight):
     def _dequantize(
         self, parts: list[Int4Codes], order: Tensor | None, bias: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
-        """Dequantize the parts into a plain weight and return its matmul."""
+        """Dequantize the parts into an unquantized weight, and return the matmul of that weight."""
         _warn_dequantized(self.tensors.label, self.shape.device)
         shape = replace(self.shape, sizes_out=tuple(len(part.codes) for part in parts))
         weight = self.plain.linear(("",) * len(parts), shape)
@@ -292,7 +297,8 @@ class Int4Linear(Weight):
 
 
 class Int4Experts(StoredExperts):
-    """Grouped experts of a layer; see `Int4Linear`."""
+    """Experts of a layer with the tensors of the file while loading, and in the layout of the kernels
+    afterwards."""
 
     def __init__(self, tensors: Int4Tensors, shape: ExpertShape, plain: Format) -> None:
         super().__init__(shape)
@@ -300,7 +306,7 @@ class Int4Experts(StoredExperts):
         self.plain = plain
         self.stored = {
             name: tensors.empty((outputs,), inputs, shape.device, shape.experts)
-            for name, (outputs, inputs) in expert_sizes(shape).items()
+            for name, (outputs, inputs) in shape.matrices().items()
         }
         self.packed = nn.ParameterList()
 
@@ -319,7 +325,7 @@ class Int4Experts(StoredExperts):
 
     def _read(self, name: str, expert: int) -> tuple[Int4Codes, Tensor | None]:
         stored = {suffix: piece.tensor[expert] for suffix, piece in self.stored[name].items()}
-        outputs, inputs = expert_sizes(self.shape)[name]
+        outputs, inputs = self.shape.matrices()[name]
         return self.tensors.read(stored, (outputs,), inputs)
 
     def _on_gpu(self) -> bool:
@@ -381,15 +387,9 @@ class Int4Experts(StoredExperts):
         self.mix = experts.mix
 
 
-def expert_sizes(shape: ExpertShape) -> dict[str, tuple[Shard, Shard]]:
-    """Return outputs and inputs of an expert's weights."""
-    up = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
-    return {"gate": up, "up": up, "down": up[::-1]}
-
-
 def _values_in_order(codes: Int4Codes, order: Tensor | None, inputs: int) -> Tensor:
-    """Return the dequantized values with inputs in the order of x. Padding repeats an input and has the
-    value 0."""
+    """Return the dequantized values, with inputs in the order of the layer's input. Padding refers to some
+    input and has the value 0."""
     values = codes.values()
     if order is None:
         return values
@@ -401,7 +401,7 @@ def _is_same_order(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _join_offsets(parts: list[tuple[Int4Codes, Tensor | None]], dtype: torch.dtype) -> Tensor | None:
-    """Return the offsets of all parts, [groups, outputs]; None if all are 0."""
+    """Return the offsets of all parts, [groups, outputs] (see `split_zeros`); None if all are 0."""
     if all(offsets is None for _, offsets in parts):
         return None
     rows = [torch.zeros_like(codes.scales) if offsets is None else offsets for codes, offsets in parts]
@@ -409,7 +409,7 @@ def _join_offsets(parts: list[tuple[Int4Codes, Tensor | None]], dtype: torch.dty
 
 
 def _add_offsets(x: Tensor, product: Callable[[Tensor], Tensor], offsets: Tensor, group: int) -> Tensor:
-    """Return the product, plus the offset of each group times the sum of its inputs."""
+    """Return product(x), plus for each group its offsets times the sum of its inputs."""
     sums = x.unflatten(1, (-1, group)).sum(2, dtype=torch.float32)
     return product(x) + (sums.to(offsets.dtype) @ offsets).to(x.dtype)
 

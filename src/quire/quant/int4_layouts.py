@@ -17,8 +17,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Int4Size(NamedTuple):
-    """A tensor of the file: its axes along outputs and inputs (None: no such axis), and how many outputs and
-    inputs share one of its values (8 codes in an int32, a group of 128 with one scale)."""
+    """A tensor of the file: its axes along outputs and inputs (None: it has no such axis), and the numbers of
+    outputs and inputs that share an element (8 codes in an int32, a group of 128 with one scale)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,18 +31,19 @@ class Int4Size(NamedTuple):
 
 
 Sizes = dict[str, Int4Size]
-"""Suffix of a tensor's name -> its size."""
+"""Sizes of tensors by the suffix of their names."""
 
 
 class Int4Layout(NamedTuple):
-    """The stored tensors of a weight, and how to read them."""
+    """Functions that describe and read the stored tensors of a weight."""
 
     sizes: Callable[[Grouped, int, int, int], Sizes]
-    """Return the tensors for (scheme, outputs, inputs, groups)."""
+    """Function of (scheme, outputs, inputs, groups) that returns the tensors of the file."""
     read: Callable[[Grouped, dict[str, Tensor]], tuple[Tensor, Tensor, Tensor]]
-    """Return codes [outputs, inputs] as uint8, scales and zeros [outputs, groups]."""
+    """Function of (scheme, loaded tensors) that returns codes [outputs, inputs] as uint8, scales and zeros
+    [outputs, groups]."""
     order: str
-    """Suffix of the tensor with each input's group, if groups are not contiguous."""
+    """Suffix of the tensor with the group of each input, which exists if groups are not contiguous."""
 
 
 def fields(words: Tensor, bits: int, axis: int) -> Tensor:
@@ -84,7 +85,7 @@ def _gptq_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Size
 
 
 def _read_gptq(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Read GPTQ tensors. Zeros of the first version are stored minus one."""
+    """Read GPTQ tensors. In the first version of the format, zero points are stored minus one."""
     codes = fields(stored["qweight"], scheme.bits, 0)
     zeros = fields(stored["qzeros"], scheme.bits, 1).to(torch.int32) + (scheme.layout == "gptq")
     return codes.t(), stored["scales"].t(), zeros.t()
@@ -107,8 +108,8 @@ def _compressed_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -
 
 
 def _read_compressed(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Read packed tensors of compressed-tensors. Codes and zeros are stored with half of their range
-    added."""
+    """Read packed tensors of compressed-tensors. Half of the range is added to stored codes and zero
+    points."""
     scales = stored["weight_scale"]
     codes = fields(stored["weight_packed"], scheme.bits, 1)
     if scheme.symmetric:
@@ -147,8 +148,8 @@ def _torchao_pair_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int)
 
 
 def _read_torchao_pairs(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Read bytes of two signed codes, the first in the lower half. The stored zero is the value that the code
-    0 stands for."""
+    """Read bytes of two signed codes, the first in the lower half. The stored zero point is the value that
+    the signed code 0 stands for."""
     words = stored["weight"].view(torch.uint8)
     codes = torch.stack((words & 15, words >> 4), 2).flatten(1) ^ 8
     scales = stored["weight_scale"].t()
@@ -206,7 +207,8 @@ LAYOUTS = {
 
 
 def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int4Codes, Tensor | None]:
-    """Return the codes of a weight, and the order of its inputs; None if the order is that of x."""
+    """Return the codes of a weight, and the order of its inputs; None if the order is that of the layer's
+    input."""
     layout, order = LAYOUTS[scheme.layout], None
     codes, scales, zeros = layout.read(scheme, stored)
     if not zeros.is_floating_point():
@@ -249,7 +251,7 @@ def _shard_groups(whole: Int4Codes, group_of: Tensor) -> tuple[Int4Codes, Tensor
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor | None:
-    """Return the indices of the inputs ordered by group; None if the inputs are in order."""
+    """Return the indices of the inputs sorted by group; None if they are sorted already."""
     if not bool(group_of.any()) or bool((group_of.diff() >= 0).all()):
         return None
     sizes = torch.bincount(group_of.long(), minlength=groups)

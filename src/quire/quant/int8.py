@@ -15,7 +15,7 @@ from quire.kernels.cpu.linear import LinearProduct
 from quire.kernels.cpu.moe import CpuExperts
 from quire.kernels.reference.int8 import Int8Codes, as_blocks, fits_blocks, matrices_of, quantize
 from quire.quant.dequantized import dequantize_experts, dequantize_weight, use_plain, use_plain_experts
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.weight import (
     LinearShape,
@@ -44,7 +44,7 @@ class Int8Format:
         return Int8Weight(shape, functools.partial(self.plain.linear, parts, shape), self.scheme)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if self.scheme.stored and self.scheme.weights == "tensor" and are_together(parts):
+        if self.scheme.stored and self.scheme.weights == "tensor" and are_fused(parts):
             raise ConfigError(
                 f"{parts[0]} has gate and up in one int8 tensor with one scale for both, which is not "
                 "supported: one for each output, or experts that are stored one by one, are"
@@ -53,9 +53,10 @@ class Int8Format:
 
 
 class Int8Matrices(nn.Module):
-    """Codes with their scales: one matrix, or several with the leading axes `lead`. The parts of a matrix
-    have `sizes_out` outputs. Weights that are not stored as codes are plain while loading, and quantized
-    afterwards. `scale` is the name of the scales in checkpoints; stored scales are divided by `divisor`."""
+    """Codes with their scales: one matrix, or several matrices with the leading axes `lead`. A matrix
+    combines parts (such as gate and up) with `sizes_out` outputs. Weights of an unquantized checkpoint are
+    loaded as they are, and quantized afterwards. `scale` is the name of the scales in checkpoints; stored
+    scales are divided by `divisor`."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Int8Matrices(nn.Module):
 
 
 class Int8Weight(Weight):
-    """An 8-bit weight: stored codes and scales, or a plain weight that is quantized after loading."""
+    """An 8-bit weight: stored codes and scales, or an unquantized weight that is quantized after loading."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: Int8, **options: Any) -> None:
         """Build the weight; `options` are those of `Int8Matrices`."""
@@ -128,7 +129,8 @@ class Int8Weight(Weight):
         )
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
-        """None before `repack`; then codes on a GPU, blocks of codes on a CPU, or dequantized values."""
+        """None before `repack`; afterwards codes on a GPU, blocks of codes on a CPU, or dequantized
+        values."""
         self.scales: nn.Parameter | None = None
         self.inputs: nn.Parameter | None = None
         """Static scale of inputs; None if inputs are quantized dynamically or not at all."""
@@ -151,8 +153,8 @@ class Int8Weight(Weight):
         assert self.stored is not None
         weight, self.stored = self.stored.settle(), None
         if self.inputs is not None:
-            # All parts have one input and use the largest input scale, which overflows none of them. Inputs
-            # with a zero point are quantized dynamically instead.
+            # All parts have the same input and use the largest of their input scales, so that nothing
+            # overflows. Inputs with a zero point are quantized dynamically instead.
             self.inputs = frozen_parameter(self.inputs.data.max()[None]) if self.scheme.symmetric else None
         if weight.codes.is_cuda:
             self.codes, self.scales = frozen_parameter(weight.codes), frozen_parameter(weight.scales)
@@ -183,7 +185,7 @@ class Int8Weight(Weight):
 
 
 class Int8Experts(StoredExperts):
-    """8-bit experts; see `Int8Weight`."""
+    """8-bit experts: stored codes and scales, or unquantized experts that are quantized after loading."""
 
     def __init__(
         self, shape: ExpertShape, plain: Callable[[], StoredExperts], scheme: Int8, **options: Any
@@ -249,13 +251,8 @@ class Int8Experts(StoredExperts):
             self.mix = CpuExperts([[up] for up in ups], downs, shape.activation, *self.biases)
 
 
-def are_together(parts: tuple[str, ...]) -> bool:
-    """Return whether gate and up are in one tensor; two parts may also be `up` and `down` without a gate."""
-    return len(parts) == 2 and not parts[0].endswith(".up_proj")
-
-
 def _quantize_each(weight: Tensor) -> Int8Codes:
-    """Quantize expert by expert, since intermediate values are wide."""
+    """Quantize expert by expert, to save memory for intermediate values."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     for i, expert in enumerate(weight):

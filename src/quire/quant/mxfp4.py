@@ -13,7 +13,7 @@ from quire.kernels.cpu.linear import Matrix
 from quire.kernels.cpu.moe import CpuExperts
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.kernels.reference.mxfp4 import BLOCK, in_halves, unpack
-from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.experts import ExpertShape, StoredExperts, are_fused
 from quire.quant.format import Format
 from quire.quant.gguf import cut
 from quire.quant.sharding import check_units
@@ -21,7 +21,7 @@ from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter
 
 
 class Mxfp4Format:
-    """Keeps experts packed; other layers are never stored as MXFP4."""
+    """Builds experts that stay packed; other layers are never stored as MXFP4."""
 
     def __init__(self, scheme: Mxfp4, plain: Format) -> None:
         self.scheme = scheme
@@ -30,7 +30,7 @@ class Mxfp4Format:
         raise ConfigError(f"{parts[0]}: mxfp4 is for experts; use a checkpoint with other layers unquantized")
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        if len(parts) != 2:
+        if not are_fused(parts):
             raise ConfigError(
                 f"{parts[0]}: mxfp4 needs all experts of a layer in one tensor, gate and up together;"
                 " use the unquantized checkpoint"

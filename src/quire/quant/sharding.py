@@ -39,7 +39,8 @@ def _in_units(size: int, unit: int | Fraction) -> int:
 
 
 Runs = tuple[Shard, ...]
-"""Shards of the consecutive ranges along an axis of a stored tensor."""
+"""This device's shards along one axis of a stored tensor: the axis consists of consecutive ranges, and there
+is a shard of each range."""
 
 
 def divided(group: Group, size: int) -> Shard:
@@ -49,7 +50,8 @@ def divided(group: Group, size: int) -> Shard:
 
 
 def shards_of(numbers: Iterable[int], size: int) -> Runs:
-    """Return the runs that select `numbers`, which ascend, from an axis of `size`."""
+    """Return the `Runs` that select the entries with the ascending indices `numbers` from an axis of `size`
+    entries."""
     runs: list[Shard] = []
     end = 0
     for number in numbers:
@@ -63,14 +65,14 @@ def shards_of(numbers: Iterable[int], size: int) -> Runs:
 
 
 def padded(group: Group, size: int) -> Shard:
-    """Return the shard of a size that may not divide evenly: the last shards are padded."""
+    """Return this device's shard of an axis that may not divide evenly: the last shards are padded."""
     share = -(-size // group.size)
     return Shard(share, min(group.rank * share, size), size)
 
 
 def of_heads(group: Group, heads: int, width: int) -> Shard:
-    """Return the shard of `heads` with `width` values each; with fewer heads than devices, adjacent devices
-    share a head."""
+    """Return this device's shard of `heads` with `width` values each. If there are fewer heads than devices,
+    adjacent devices have the same head."""
     if group.size <= heads:
         return divided(group, heads * width)
     assert group.size % heads == 0
@@ -78,8 +80,8 @@ def of_heads(group: Group, heads: int, width: int) -> Shard:
 
 
 def by_group(group: Group, num: int, runs: Runs) -> Runs:
-    """Return the runs of all head groups if each group is contiguous in the checkpoint: whole groups, or the
-    device's part of one group."""
+    """Return this device's `Runs` of an axis with `num` head groups, each contiguous in the checkpoint: whole
+    groups, or a part of one group. `runs` are the shards of the axis if it is ordered by projection."""
     whole = sum(run.all for run in runs)
     if num % group.size == 0:
         return (divided(group, whole),)

@@ -18,7 +18,7 @@ from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parame
 
 
 class PlainWeight(Weight):
-    """The weight of a linear layer, in the layer's dtype or `stored_dtype`."""
+    """The unquantized weight of a linear layer, in the layer's dtype or `stored_dtype`."""
 
     def __init__(self, shape: LinearShape, stored_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
@@ -81,7 +81,7 @@ def product_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Calla
 
 
 class PlainExperts(StoredExperts):
-    """The experts of a layer, in its dtype or `stored_dtype`."""
+    """The unquantized experts of a layer, in the layer's dtype or `stored_dtype`."""
 
     def __init__(self, shape: ExpertShape, stored_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
@@ -109,7 +109,7 @@ class PlainExperts(StoredExperts):
 
 
 class PlainFormat:
-    """Keeps weights unquantized, in their layer's dtype or `stored_dtype`."""
+    """Builds unquantized weights, in their layer's dtype or `stored_dtype`."""
 
     def __init__(self, stored_dtype: torch.dtype | None = None) -> None:
         self.stored_dtype = stored_dtype

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from quire.quant.sharding import Runs, Shard
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """Sizes of a layer's weight, and its compute dtype."""
+    """Sizes of the weight of a linear layer, and the dtype of its inputs and outputs."""
 
     size_in: int
     sizes_out: tuple[int, ...]
@@ -33,23 +34,31 @@ class LinearShape:
     inputs: Shard | None = None
     """Shard of the inputs; None: all inputs."""
 
+    @property
+    def input_shard(self) -> Shard:
+        return self.inputs or Shard(self.size_in)
+
+    @property
+    def output_runs(self) -> tuple[Runs, ...]:
+        return self.outputs or tuple((Shard(size),) for size in self.sizes_out)
+
 
 class Piece(NamedTuple):
-    """A tensor that a checkpoint tensor fills, and its axes along the layer's outputs and inputs (None: no
-    such axis)."""
+    """A tensor that is filled from a checkpoint tensor, and its axes along the layer's outputs and inputs
+    (None: it has no such axis)."""
 
     tensor: Tensor
     outputs: int | None = 0
     inputs: int | None = None
     per_output: int = 1
-    """Number of outputs per element along the axis of outputs."""
+    """Number of outputs that one element along the axis of outputs stands for."""
     per_input: int | Fraction = 1
     is_flat: bool = False
-    """Whether the checkpoint may store the tensor flattened, in another shape of as many elements."""
+    """Whether the tensor may have another shape with as many elements in the checkpoint."""
 
 
 class TextTensor(Piece):
-    """A zeroed buffer for the bytes of a text, which may be shorter in the checkpoint."""
+    """A zeroed buffer for the bytes of a text in the checkpoint, which may be shorter than the buffer."""
 
 
 _KERNELS = (
@@ -63,21 +72,21 @@ _KERNELS = (
     "chosen",
     "rows",
 )
-"""Names of the attributes of `Weight` that hold kernels."""
+"""Names of the attributes of `Weight` that are kernels."""
 
 
 class Routes(Protocol):
-    """`Ops.route` fused with a router's matmul."""
+    """A kernel that computes a router's matmul and selects experts (`Ops.route`) at once."""
 
     def __call__(self, x: Tensor, *, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
 class StoredTensors(nn.Module):
-    """The tensors of a layer in some format, which are empty at first."""
+    """The tensors of a layer in some format; they are empty until the checkpoint is loaded."""
 
     def begin(self) -> None:
-        """Prepare for loading; called once before the first tensor is filled. Afterwards `parts` may
-        change."""
+        """Prepare for loading; called once before the first tensor is filled. This may replace the tensors
+        that `parts` returns."""
 
     def finish(self) -> None:
         """Finish loading; called once. A weight class that does not override `finish` can be saved in this
@@ -86,7 +95,7 @@ class StoredTensors(nn.Module):
         self.find_kernels()
 
     def repack(self) -> None:
-        """Convert the tensors to the layout of the kernels; everything kept is a parameter."""
+        """Convert the tensors to the layout of the kernels, as parameters."""
 
     def find_kernels(self) -> None:
         """Choose kernels for the tensors as left by `repack`."""
@@ -94,25 +103,25 @@ class StoredTensors(nn.Module):
 
 
 class Weight(StoredTensors):
-    """The weight of a linear layer. `finish` sets the kernels; fused kernels are optional, and None if there
-    is no such kernel."""
+    """The weight of a linear layer. `finish` sets its kernels; fused kernels are None where a format or
+    device has none."""
 
     product: Callable[[Tensor], Tensor]
     """Computes x W^T + b; set by `finish`."""
     gated: Callable[[Tensor], Tensor] | None = None
-    """Computes silu(gate) * up of a gate and an up part."""
+    """Computes silu(gate) * up, if the parts of the weight are gate and up projections."""
     of_gates: Callable[[Tensor], Tensor] | None = None
-    """Computes the matmul of silu(gate) * up, for x [T, 2 * size_in] of a gate and an up part."""
+    """Computes the matmul of silu(gate) * up, given gate and up concatenated as x [T, 2 * size_in]."""
     entered: Callable[[Tensor, HeadEntry], Tensor | None] | None = None
-    """Computes query, key and value followed by `Ops.rotate_and_write`; returns None if x is not
-    supported."""
+    """Computes query, key and value, applies RoPE and writes the KV cache (`Ops.rotate_and_write`); returns
+    None if x is not supported."""
     adapted: Callable[..., Tensor] | None = None
-    """Computes the matmul with the LoRA update of adapters (`adapted`)."""
+    """Computes the matmul and adds the LoRA update of adapters."""
     gated_adapted: Callable[..., Tensor] | None = None
     entered_adapted: Callable[..., Tensor | None] | None = None
     chosen: Routes | None = None
     rows: Callable[[Tensor], Tensor] | None = None
-    """Looks up rows of an embedding: [T] ids -> [T, size_in]."""
+    """Looks up the rows of an embedding with these ids [T]; returns [T, size_in]."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
@@ -127,18 +136,19 @@ class Weight(StoredTensors):
         return self.product(x)
 
     def parts(self) -> list[dict[str, Piece]]:
-        """Return the tensors to load for each part, by the suffix of their checkpoint names."""
+        """Return for each part (such as query, key and value) its tensors to load, by the suffix of their
+        checkpoint names."""
         raise NotImplementedError
 
     def reorder(self, orders: list[Tensor]) -> None:
-        """Reorder the outputs of each part, after loading and before `finish`."""
+        """Reorder the outputs of each part by its tensor of indices, after loading and before `finish`."""
         for part, order in zip(self.parts(), orders, strict=True):
             for tensor, axis, *_ in part.values():
                 if axis is not None:
                     tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
 
     def refresh_kernels(self) -> None:
-        """Update copies of the weight that kernels hold in another form, after it was changed in place."""
+        """Update copies of the weight in the layouts of kernels, after the weight was changed in place."""
         if isinstance(product := getattr(self, "product", None), LinearProduct):
             product.refresh()
 
@@ -151,6 +161,13 @@ def with_bias(
         for part, piece in zip(parts, bias.split(list(sizes)), strict=True):
             part["bias"] = Piece(piece)
     return parts
+
+
+def stored_indices(runs: Runs, device: torch.device) -> Tensor:
+    """Return the index of each entry of a shard in the whole stored axis; padding is past the end."""
+    starts = accumulate((run.all for run in runs), initial=0)
+    ranges = (torch.arange(run.size) + start + run.start for run, start in zip(runs, starts, strict=False))
+    return torch.cat([*ranges]).to(device)
 
 
 def frozen_parameter(tensor: Tensor) -> nn.Parameter:
@@ -166,13 +183,13 @@ def bias_of(shape: LinearShape) -> nn.Parameter | None:
 
 
 def placeholder_parameter(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a placeholder for a tensor that exists only between `begin` and `finish`. So only one layer at a
-    time is unquantized in memory while a model is quantized on load."""
+    """Return a parameter without memory, for a tensor that has memory only between `begin` and `finish`.
+    While a model is quantized on load, only one layer at a time is unquantized in memory."""
     return frozen_parameter(torch.empty(1, dtype=dtype, device=device).expand(*size))
 
 
 def materialize(parameter: nn.Parameter) -> nn.Parameter:
-    """Return an empty tensor with the size of a placeholder."""
+    """Return an uninitialized parameter with the size of a placeholder."""
     return empty_parameter(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
@@ -181,7 +198,8 @@ def empty_parameter(*size: int, dtype: torch.dtype, device: torch.device) -> nn.
 
 
 class MixedWeight(Weight):
-    """A weight for each run of parts in the same format; their outputs are concatenated."""
+    """A layer with parts in different formats: one weight for consecutive parts in the same format. The
+    outputs of the weights are concatenated."""
 
     def __init__(self, shape: LinearShape, weights: list[Weight]) -> None:
         super().__init__(shape)
@@ -213,7 +231,7 @@ class MixedWeight(Weight):
 
 
 def shapes_of(shape: LinearShape, counts: list[int]) -> list[LinearShape]:
-    """Split the shape of a layer into shapes of `counts` parts each."""
+    """Split the shape of a layer into shapes with the next `counts[0]`, `counts[1]` ... of its parts."""
     ends = torch.tensor(counts).cumsum(0).tolist()
     cuts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
     return [replace(shape, sizes_out=shape.sizes_out[cut], outputs=shape.outputs[cut]) for cut in cuts]

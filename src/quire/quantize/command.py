@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def convert(stored: SourceModel, kind: str, to: Path, *, group: int | None = None, ignore: list[str]) -> int:
-    """Write the model as `kind` into the directory `to`, which is removed again on failure; return the number
-    of bytes of its tensors."""
+    """Write the model in the format `kind` into the directory `to`, which is removed on failure; return the
+    number of bytes of its tensors."""
     plan = None if kind in GGUF_KINDS else RoundingPlan(stored, SCHEMES[kind], group, ignore)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists and is not an empty directory; give another --output")

@@ -22,13 +22,13 @@ _UNQUANTIZED = re.compile(
 """Modules that stay unquantized: embeddings and head, norms, routers, Mamba's time-step and scan projections,
 and vision encoders."""
 _GROUPS = (128, 64, 32)
-"""Default group sizes; the first that fits is used."""
+"""Default group sizes; the first one that divides the inputs of all layers is used."""
 _FILE_BYTES = 4 << 30
-"""Bytes of pending tensors at which a file is written."""
+"""A file is written when its tensors have this many bytes."""
 
 
 class RoundingPlan:
-    """The weights of a model to quantize, and their group size."""
+    """The choice of weights to quantize, and of their group size."""
 
     def __init__(
         self, stored: SourceModel, scheme: RoundingScheme, group: int | None, ignore: Iterable[str]
@@ -94,7 +94,8 @@ class RoundingPlan:
 
 
 class Files:
-    """The safetensors files of a directory, written one by one; `close` renames them and writes the index."""
+    """Writer of the safetensors files of a directory; `close` gives the files their final names and writes
+    the index."""
 
     def __init__(self, folder: Path, file_bytes: int = _FILE_BYTES) -> None:
         self.folder = folder

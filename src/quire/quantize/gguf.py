@@ -29,7 +29,7 @@ GGUF_KINDS = {
     "gguf-q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 _ENDS = ("token_embd.weight", "output.weight")
-"""Tensors that are kept in at least 8 bits, since every token passes through them."""
+"""Tensors that are stored in at least 8 bits, since every token uses them."""
 _EXACT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias", "attn_sinks.weight")
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -37,13 +37,14 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""GGUF architecture by architecture in config.json, for models whose GGUF header can be written."""
+"""Maps architectures in config.json to those of GGUF files, for models whose GGUF header can be written."""
 
 Values = NDArray[Any]
 
 
 class _Writer:
-    """Writer of one GGUF file: `begin` writes the header, then `add` each tensor in the order of `plan`."""
+    """Writer of one GGUF file. `plan` declares each tensor, `begin` writes the header, and `add` writes the
+    tensors in the same order."""
 
     def __init__(self, path: Path, architecture: str, kind: GGMLQuantizationType) -> None:
         self.writer = GGUFWriter(path, architecture)

@@ -26,11 +26,12 @@ _MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-"""model_type by architecture, for GGUF files whose config.json can be written."""
+"""Maps architectures to model_type, for GGUF files whose config.json can be written."""
 
 
 class SourceModel:
-    """A model directory or a GGUF file; its tensors have their names in a model directory."""
+    """A model directory or a GGUF file. Tensors of a GGUF file have the names that they would have in a model
+    directory."""
 
     def __init__(self, path: Path) -> None:
         if path.is_dir() and any(read_json(path / "config.json").get(key) for key in _QUANTIZED):

@@ -15,7 +15,7 @@ _PROBE = (
     "naïve Straße 你好，世界 こんにちは 안녕하세요 Привет мир ¿qué? 10000000  x_y  '...' ½ e\u0301 🙂👍🏽  "
 )
 _PREFERRED = {"gpt-2": "default"}
-"""Names that llama.cpp prefers over equivalent ones."""
+"""Maps pre-tokenizer names that llama.cpp prefers to equivalent names."""
 
 
 def gguf_vocab(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tables of model families: the function that reads the facts of each architecture."""
+"""Tables of model families: the function that reads the config of each architecture."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,23 +26,26 @@ from quire.checkpoint.reader import ConfigReader
 
 
 class Family(NamedTuple):
-    """One architecture of checkpoints with a config.json: its reader and its model code."""
+    """One architecture of checkpoints with a config.json: the function that reads its config, and its model
+    code."""
 
     model_type: str
     """Model type in config.json."""
     read: Callable[[ConfigReader], ArchFacts]
-    """Function that reads the facts of a config.json."""
+    """Function that reads a config.json as ArchFacts."""
     model: str = "llama:Llama"
     """File and class of the model code in `quire/models/`."""
 
 
 class GGUFFamily(NamedTuple):
-    """One architecture of GGUF files, as llama.cpp names it: its reader and its model code."""
+    """One architecture of GGUF files, as llama.cpp names it: the function that reads its header, and its
+    model code."""
 
     architecture: str
     """Architecture in FAMILIES whose model code runs these files."""
     read: Callable[[GGUFFile, ConfigReader], ArchFacts]
-    """Function that reads the facts of a GGUF header; its keys have no architecture prefix."""
+    """Function that reads a GGUF file as ArchFacts, given the file and its header keys without the
+    architecture prefix."""
 
 
 FAMILIES = {
@@ -254,7 +257,7 @@ GGUF_FAMILIES = {
     "qwen35": GGUFFamily("Qwen3_5ForCausalLM", partial(gguf_hybrid.qwen3next, repeats_keys=True)),
     "qwen35moe": GGUFFamily("Qwen3_5MoeForCausalLM", partial(gguf_hybrid.qwen3next, repeats_keys=True)),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", gguf.qwen3moe),
-    # The files have separate projections of gates, as checkpoints of Qwen3.5 do.
+    # GGUF files of Qwen3-Next have separate projections of gates, as checkpoints of Qwen3.5 do.
     "qwen3next": GGUFFamily("Qwen3_5MoeForCausalLM", gguf_hybrid.qwen3next),
     "seed_oss": GGUFFamily("SeedOssForCausalLM", gguf.llama),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", gguf.smollm3),

@@ -10,8 +10,9 @@ from quire.checkpoint.reader import ConfigReader
 
 
 def slopes_of(heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
-    """Return the ALiBi slopes: 2 ** -(max_bias / n), its square and so on, if n heads are a power of 2.
-    Otherwise take the slopes of the next power of 2: every second one first, then those between."""
+    """Return the ALiBi slope of each head. If the number of heads is a power of 2, the slope of head i is 2
+    ** -(max_bias * (i + 1) / heads). Otherwise the slopes are taken from those of the next power of 2, in the
+    order 1, 3, 5 ..., 0, 2, 4 ..."""
     power = 1 << (heads - 1).bit_length()
     alibi_slopes = [2 ** -(max_bias * (head + 1) / power) for head in range(power)]
     return tuple(alibi_slopes if power == heads else (alibi_slopes[1::2] + alibi_slopes[::2])[:heads])
@@ -52,7 +53,8 @@ def mpt(keys: ConfigReader) -> ArchFacts:
 
 
 def jais(keys: ConfigReader) -> ArchFacts:
-    """Read Jais: GPT-2 with a gate, and factors on embeddings, scores and logits."""
+    """Read Jais: GPT-2 with a gated feed-forward part, and factors on embeddings, attention scores and
+    logits."""
     for key, value in {"position_embedding_type": "alibi", "activation_function": "swiglu"}.items():
         keys.but(**{key: keys.get(key) or "none"}).require(key, value)
     keys.require("alibi_scaling", None)
@@ -70,7 +72,7 @@ def jais(keys: ConfigReader) -> ArchFacts:
 
 
 def databricks(keys: ConfigReader) -> ConfigReader:
-    """Return the keys of MPT or DBRX, with the sizes under the usual key names as well."""
+    """Return the keys of MPT or DBRX, with the sizes also under Llama's key names."""
     names = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
     sizes = {name: keys.size(key) for name, key in names.items()}
     sizes["max_position_embeddings"] = keys.size("max_seq_len", 2048)

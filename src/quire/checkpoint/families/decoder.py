@@ -21,7 +21,7 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }
 LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_bias": True}
-"""Facts of decoders with layer norms instead of RMS norms."""
+"""Fields of ArchFacts for decoders with layer norms instead of RMS norms."""
 
 
 def decoder(
@@ -38,12 +38,14 @@ def decoder(
     biases: bool = False,
     **facts: Any,
 ) -> ArchFacts:
-    """Read a Llama-like decoder; `facts` override its fields.
+    """Read the config of a Llama-like decoder; `facts` are fields of ArchFacts, which replace those that are
+    read.
 
-    `head_dim` is the default if config.json has none (otherwise hidden / heads). `activation_key` and
-    `eps_key` are the names of those two keys. Layers differ by `windows` and by `rotates` (default: all have
-    rotary embedding), or are passed as `layers`. `attention_bias` is about all projections of attention,
-    `biases` also about those of the feed-forward part.
+    `head_dim` is the default for configs without this key (None: hidden size / heads). `activation_key` and
+    `eps_key` are the config keys of the activation and of the norm's epsilon. `windows` has the sliding
+    window of each layer, and `rotates` whether the layer has rotary embedding (default: all have); `layers`
+    replaces both. `attention_bias` means biases in all projections of attention, `biases` also in the
+    feed-forward part.
     """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", heads)
@@ -107,15 +109,16 @@ def same_window(window: int | None, keys: ConfigReader) -> Windows:
 
 
 def sliding_window(keys: ConfigReader, default: int | None = 4096) -> int | None:
-    """Return the window in tokens, or None for full attention. Null in config.json means full attention; a
-    missing key means the family's default."""
+    """Return the sliding window in tokens, or None for full attention. Null in config.json means full
+    attention; a missing key means `default`."""
     if keys.get("sliding_window") is None and ("sliding_window" in keys.values or default is None):
         return None
     return keys.size("sliding_window", default)
 
 
 def layer_kinds(keys: ConfigReader, *known: str, default: list[str] | None = None) -> list[str]:
-    """Return `layer_types`: a name for each layer."""
+    """Return the type of each layer, from `layer_types` or else `default`; raise unless all are among the
+    `known` ones."""
     num_layers, kinds = keys.size("num_hidden_layers"), keys.get("layer_types")
     if kinds is None and default is not None:
         kinds = default
@@ -125,13 +128,14 @@ def layer_kinds(keys: ConfigReader, *known: str, default: list[str] | None = Non
 
 
 def windows_by_kind(keys: ConfigReader, window: int | None, default: list[str] | None = None) -> Windows:
-    """Return the window of each layer; only layers of the type sliding_attention have one."""
+    """Return the sliding window of each layer: `window` for layers of the type sliding_attention, None for
+    others."""
     kinds = layer_kinds(keys, "full_attention", "sliding_attention", default=default)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def ropes_by_kind(keys: ConfigReader, head_dim: int, *kinds: str) -> dict[str, RopeFacts]:
-    """Return the rope of each layer type: from nested `rope_parameters`, or the same rope for all types."""
+    """Map each layer type to its rope: from nested `rope_parameters`, or the same rope for all types."""
     block = keys.get("rope_parameters")
     if not isinstance(block, dict) or not all(isinstance(block.get(kind), dict) for kind in kinds):
         return dict.fromkeys(kinds, read_rope(keys, head_dim))

@@ -60,17 +60,14 @@ def qwen3(keys: ConfigReader) -> ArchFacts:
 
 
 def _qwen_windows(keys: ConfigReader) -> Windows:
-    """Return Qwen's windows: with use_sliding_window, the layers in layer_types, or those from
-    max_window_layers on."""
+    """Return the window of each layer of Qwen. With use_sliding_window, the window layers are those in
+    layer_types or, without this key, all layers from max_window_layers on."""
     window = sliding_window(keys) if keys.flag("use_sliding_window") else None
     if window is None:
         return same_window(None, keys)
     if keys.get("layer_types") is not None:
         return windows_by_kind(keys, window)
-    first = keys.get("max_window_layers")
-    first = 28 if first is None else first
-    if not isinstance(first, int) or first < 0:
-        raise keys.wrong("max_window_layers", "a number of layers")
+    first = keys.count("max_window_layers", 28)
     return tuple(window if layer >= first else None for layer in range(keys.size("num_hidden_layers")))
 
 
@@ -112,7 +109,8 @@ def ernie(keys: ConfigReader, head_dim: int | None = 128, **facts: Any) -> ArchF
 
 
 def hunyuan(keys: ConfigReader) -> ArchFacts:
-    """Read Hunyuan. For `dynamic` rope with an alpha, the base is scaled regardless of the length."""
+    """Read Hunyuan. For `dynamic` rope with the key alpha, the rope base is scaled regardless of the
+    length."""
     keys.require("use_qk_norm", True)
     keys.require("use_cla", False)
     head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
@@ -209,7 +207,8 @@ def olmo2(keys: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def olmo3(keys: ConfigReader) -> ArchFacts:
-    """Read OLMo 3: three window layers per full-attention layer; only the latter have rope scaling."""
+    """Read OLMo 3: three window layers per full-attention layer; only full-attention layers have rope
+    scaling."""
     keys = keys.defaults(rope_theta=500000.0)
     pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
@@ -223,7 +222,7 @@ def olmo3(keys: ConfigReader) -> ArchFacts:
 
 
 def exaone4(keys: ConfigReader) -> ArchFacts:
-    """Read EXAONE 4: if there are window layers, only these have rotary embedding."""
+    """Read EXAONE 4: in models with window layers, only these layers have rotary embedding."""
     window, num_layers = sliding_window(keys), keys.size("num_hidden_layers")
     kinds = [FULL] * num_layers
     if window is not None and keys.get("layer_types") is None:
@@ -252,7 +251,8 @@ def cohere(keys: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def cohere2(keys: ConfigReader) -> ArchFacts:
-    """Read Cohere 2: three window layers with rotary embedding per full-attention layer without."""
+    """Read Cohere 2: three window layers per full-attention layer; only window layers have rotary
+    embedding."""
     keys = keys.defaults(rope_theta=10000.0)
     interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
     pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
@@ -295,7 +295,8 @@ def cwm(keys: ConfigReader) -> ArchFacts:
 
 
 def hyperclovax(keys: ConfigReader) -> ArchFacts:
-    """Read HyperCLOVA X: Granite with norms after attention and feed-forward, and multiplied logits."""
+    """Read HyperCLOVA X: Granite with norms after attention and feed-forward; logits are multiplied by the
+    scale, not divided."""
     keys.require("use_post_norm", True)
     facts = granite(keys.but(logits_scaling=None))
     scale = keys.optional_number("attention_multiplier")
@@ -320,7 +321,7 @@ def starcoder2(keys: ConfigReader) -> ArchFacts:
 
 
 def gpt_keys(keys: ConfigReader) -> ConfigReader:
-    """Return the keys of GPT-2 or GPT-J, with Llama's names for them as well."""
+    """Return the keys of GPT-2 or GPT-J, with their values also under Llama's key names."""
     hidden = keys.size("n_embd")
     return keys.but(
         hidden_size=hidden,

@@ -123,7 +123,7 @@ def siglip_text(keys: ConfigReader) -> ArchFacts:
 def _dual_text(
     keys: ConfigReader, sizes: dict[str, int], *, positions: int, activation: str, norm_eps: float
 ) -> ArchFacts:
-    """Read the text encoder of CLIP or SigLIP; the parameters are the defaults of the family."""
+    """Read the text encoder of CLIP or SigLIP; the parameters after `keys` are the defaults of the family."""
     keys = keys.but(**{key: size for key, size in sizes.items() if keys.get(key) is None})
     activation = str(keys.get("hidden_act") or activation)
     if activation not in _DUAL_ACTIVATIONS:
@@ -154,15 +154,14 @@ _NOMIC_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_emb_fraction": "partial_rotary_factor",
 }
-"""Keys of the first Nomic checkpoints, and their names in transformers."""
+"""Maps keys of the first Nomic checkpoints to those of transformers."""
 _NOMIC_LEN = 2048
 """Length in tokens that Nomic was trained for; longer texts would need dynamic rope scaling."""
 
 
 def nomic(keys: ConfigReader) -> ArchFacts:
     is_older = keys.get("n_embd") is not None
-    named = {new: keys.get(old) for old, new in _NOMIC_KEYS.items() if keys.get(old) is not None}
-    keys = keys.but(**named)
+    keys = keys.renamed(_NOMIC_KEYS)
     for key, usual in (("prenorm", False), ("use_rms_norm", False), ("rotary_emb_interleaved", False)):
         if keys.flag(key, usual) is not usual:
             raise keys.wrong(key, "false")
@@ -173,7 +172,7 @@ def nomic(keys: ConfigReader) -> ArchFacts:
     return _rotary_encoder(
         keys,
         rope,
-        EncoderFacts("nomic_bert", token_types=_token_types(keys, 2), gated=True),
+        EncoderFacts("nomic_bert", token_types=keys.count("type_vocab_size", 2), gated=True),
         activation=activation_of(keys, default="silu"),
         max_len=trained,
         qkv_bias=keys.flag("qkv_proj_bias"),
@@ -183,7 +182,8 @@ def nomic(keys: ConfigReader) -> ArchFacts:
 
 
 def gte(keys: ConfigReader) -> ArchFacts:
-    """Read GTE in the format of transformers, or of its first checkpoints (remote-code architecture New)."""
+    """Read GTE in the format of transformers, or of the first GTE checkpoints (remote-code architecture
+    New)."""
     is_new = any(str(name).startswith(("New", "GteNew")) for name in keys.get("architectures") or ())
     if (kind := keys.get("position_embedding_type")) not in (None, "rope"):
         raise keys.wrong("position_embedding_type", f"rope ({kind!r} is not supported)")
@@ -195,7 +195,7 @@ def gte(keys: ConfigReader) -> ArchFacts:
     return _rotary_encoder(
         keys,
         _stretched_rope(keys, 10_000.0 if is_new else 160_000.0, length),
-        EncoderFacts("new" if is_new else "gte", token_types=_token_types(keys, 1), gated=True),
+        EncoderFacts("new" if is_new else "gte", token_types=keys.count("type_vocab_size", 1), gated=True),
         activation=activation_of(keys, default="gelu"),
         max_len=length,
         biases=True,
@@ -207,7 +207,7 @@ def jina(keys: ConfigReader) -> ArchFacts:
     return _rotary_encoder(
         keys,
         rope,
-        EncoderFacts("roberta", token_types=_token_types(keys, 1)),
+        EncoderFacts("roberta", token_types=keys.count("type_vocab_size", 1)),
         activation=activation_of(keys, default="gelu"),
         norm_eps=keys.number("layer_norm_eps", 1e-5),
         max_len=max_len_of(keys),
@@ -221,12 +221,9 @@ def _rotary_encoder(keys: ConfigReader, rope: RopeFacts, encoder: EncoderFacts, 
     return _encoder(keys, layers=layers, encoder=encoder, **fields)
 
 
-def _token_types(keys: ConfigReader, default: int) -> int:
-    return 0 if keys.get("type_vocab_size") == 0 else keys.size("type_vocab_size", default)
-
-
 def _stretched_rope(keys: ConfigReader, theta: float, length: int) -> RopeFacts:
-    """Read rope with New's `ntk` scaling (kexue.fm/archives/9706): a larger base, and slower frequencies."""
+    """Read the rope of GTE. Its `ntk` scaling (kexue.fm/archives/9706) is a larger base, and slower
+    frequencies."""
     scaling = keys.get("rope_scaling")
     if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "ntk":
         return read_rope(_with_theta(keys, theta), _head_dim(keys))
@@ -239,14 +236,15 @@ def _stretched_rope(keys: ConfigReader, theta: float, length: int) -> RopeFacts:
 
 
 def _with_theta(keys: ConfigReader, theta: float) -> ConfigReader:
-    """Return the keys with rope_theta, by default `theta`."""
+    """Return the keys with rope_theta set: to its value in config.json, or else to `theta`."""
     rope = keys.get("rope_parameters")
     value = rope.get("rope_theta") if isinstance(rope, dict) else None
     return keys.but(rope_theta=value or keys.get("rope_theta") or theta)
 
 
 def _encoder(keys: ConfigReader, *, biases: bool = False, **facts: Any) -> ArchFacts:
-    """Read an encoder with layer norms; `biases`: whether linear layers have biases by default."""
+    """Read an encoder with layer norms; `biases`: whether linear layers have biases unless `facts` override
+    this."""
     heads = keys.size("num_attention_heads")
     facts = {"qkv_bias": biases, "out_bias": biases, "mlp_bias": biases, **facts}
     return ArchFacts(
@@ -270,7 +268,8 @@ def _head_dim(keys: ConfigReader) -> int:
 
 
 def _rope_keys(keys: ConfigReader, kind: str, older: str, theta: float) -> ConfigReader:
-    """Return the keys with the rope of one layer type: its part of `rope_parameters`, or the older keys."""
+    """Return the keys with the rope of the layer type `kind`: its part of `rope_parameters`, or the older key
+    such as `global_rope_theta` (prefix `older`, default `theta`)."""
     parameters = keys.get("rope_parameters") or {}
     section = parameters.get(kind) if isinstance(parameters, dict) else None
     if section is not None and not isinstance(section, dict):

@@ -138,5 +138,5 @@ def beam(keys: ConfigReader) -> ArchFacts:
 
 
 def _depth_scales(number: int) -> tuple[float, float]:
-    """Return the factors on the residual and on the added output in the residual sum with this number."""
+    """Return the factors on the residual and on the added output in the residual sum of this number."""
     return ((number - 1) / number) ** 0.5, number**-0.5

@@ -27,7 +27,8 @@ def gguf_decoder(
     pairs: bool = False,
     **facts: Any,
 ) -> ArchFacts:
-    """Read a Llama-like decoder; `facts` override its fields. The other parameters are those of `decoder`."""
+    """Read the header of a Llama-like decoder; `facts` are fields of ArchFacts, which replace those that are
+    read. The other parameters are those of `decoder` for config.json."""
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     kv_heads = arch.size("attention.head_count_kv", heads)
     if arch.get("attention.key_length") is None and hidden % heads:
@@ -65,7 +66,7 @@ def gguf_decoder(
 
 
 def llama(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Llama, and Mixtral; early Mixtral files have a tensor per expert."""
+    """Read Llama, and Mixtral; early Mixtral files have separate tensors for each expert."""
     facts = gguf_decoder(file, arch)
     if optional_size(arch, "expert_count") is None:
         return facts
@@ -74,7 +75,7 @@ def llama(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def smollm3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read SmolLM3: every fourth layer has no rotary embedding, which the header does not say."""
+    """Read SmolLM3: every fourth layer has no rotary embedding (the header has no key for this)."""
     return gguf_decoder(file, arch, rotates=_rotated_layers(arch))
 
 
@@ -115,8 +116,8 @@ def cohere(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def cohere2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Cohere 2: three window layers with rotary embedding per full-attention layer without. The header
-    does not say this."""
+    """Read Cohere 2: three window layers per full-attention layer; only window layers have rotary embedding.
+    The header has no keys for this."""
     rotates = _rotated_layers(arch)
     window = arch.size("attention.sliding_window")
     return cohere(
@@ -190,8 +191,8 @@ def olmo(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def baichuan(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Baichuan: 13B has ALiBi slopes, and Baichuan 2 a normalized output head. The header does not say
-    this: the number of layers and the vocabulary size distinguish the models."""
+    """Read Baichuan: 13B has ALiBi slopes, and Baichuan 2 a normalized output head. The header has no keys
+    for this: the number of layers and the vocabulary size distinguish the models."""
     facts = gguf_decoder(file, arch)
     facts = replace(facts, norm_head=facts.vocab == NORMED_VOCAB)
     if len(facts.layers) != 40:
@@ -233,7 +234,8 @@ def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def layers_without_mtp(arch: ConfigReader) -> tuple[int, str]:
-    """Return the number of layers before the MTP layers, and a pattern of the tensors of the MTP layers."""
+    """Return the number of layers before the MTP layers, and a regular expression for the names of MTP
+    tensors."""
     num_mtp, count = optional_size(arch, "nextn_predict_layers") or 0, arch.size("block_count")
     layers = count - num_mtp
     if layers < 1:
@@ -243,7 +245,7 @@ def layers_without_mtp(arch: ConfigReader) -> tuple[int, str]:
 
 
 def deepseek_experts(arch: ConfigReader, scoring: str, *, renormalized: bool) -> MoeFacts:
-    """Read the experts of DeepSeek and derived models, some of which are shared."""
+    """Read the routed and shared experts of DeepSeek and derived models."""
     inner, balanced = arch.size("expert_feed_forward_length"), scoring == "sigmoid"
     routing = Routing(
         arch.size("expert_used_count"),
@@ -272,7 +274,7 @@ def deepseek2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read DeepSeek-V2, V3 and derived models with latent attention, with or without experts."""
     layers, unused = layers_without_mtp(arch)
     rope_dim, heads = arch.size("rope.dimension_count"), arch.size("attention.head_count")
-    # Files without the keys of MLA have the sizes of whole heads.
+    # Files without these keys have the sizes of whole heads under the keys without _mla.
     key_dim = arch.size("attention.key_length_mla", arch.get("attention.key_length"))
     v_dim = arch.size("attention.value_length_mla", arch.get("attention.value_length"))
     if key_dim <= rope_dim:
@@ -288,7 +290,7 @@ def deepseek2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     )
     rope = read_gguf_rope(file, arch, rope_dim, pairs=True)
     if rope.kind == "yarn":
-        # The file has 0.1 mscale_all_dim. There is no key for mscale, which is equal to it in all models.
+        # The header has 0.1 * mscale_all_dim. There is no key for mscale, which is equal to it in all models.
         mscale = arch.number("rope.scaling.yarn_log_multiplier", 0.1) / 0.1
         rope = replace(rope, mscale=mscale, mscale_all_dim=mscale, attention_factor=None)
     sizes = {"attention.key_length": key_dim, "attention.value_length": key_dim}
@@ -356,14 +358,15 @@ def _expert_width(arch: ConfigReader) -> int:
 def read_experts(
     arch: ConfigReader, inner: int, *, scoring: str = "softmax", renormalized: bool = True, **facts: Any
 ) -> MoeFacts:
-    """Read experts of intermediate size `inner`, which are stored in one tensor per matrix."""
+    """Read experts of intermediate size `inner`; unless `facts` have other `names`, each matrix is stored as
+    one tensor for all experts."""
     routing = Routing(arch.size("expert_used_count"), scoring, renormalized)
     return MoeFacts(arch.size("expert_count"), inner, routing, **({"names": "apart"} | facts))
 
 
 def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read GPT-OSS: every other layer has a window, and yarn's bounds are not rounded. The header does not
-    say this."""
+    """Read GPT-OSS: every other layer has a window, and yarn's bounds are not rounded. The header has no keys
+    for this."""
     rope = replace(read_gguf_rope(file, arch, arch.size("attention.key_length")), truncate=False)
     windows = read_windows(arch, every=2, window=arch.size("attention.sliding_window"))
     inner = _expert_width(arch)

@@ -32,8 +32,8 @@ def gemma2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Gemma 3. Full-attention layers have their own rope, and only this rope is scaled; the context
-    length includes the scaling."""
+    """Read Gemma 3. Full-attention layers and window layers have different ropes, and only the former rope is
+    scaled; the context length includes the scaling."""
     head_dim = arch.size("attention.key_length")
     rope = read_gguf_rope(file, arch, head_dim)
     local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
@@ -50,8 +50,9 @@ def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
-    """Return the facts of Gemma; the norm weights include the added 1. Queries are scaled by the head size;
-    in the model with `largest` layers by the hidden size per head, which the header does not say."""
+    """Return fields of ArchFacts for Gemma; norm weights in GGUF files include the added 1. Attention scores
+    are divided by the root of the head size, in the model with `largest` layers by the root of hidden size /
+    heads (the header has no key for this)."""
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     is_largest = arch.size("block_count") == largest
     width = hidden // heads if is_largest else arch.size("attention.key_length", hidden // heads)
@@ -140,7 +141,8 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def _shared_from(arch: ConfigReader, full: list[bool]) -> list[int | None]:
-    """Return for each layer the index of the layer whose KV cache it shares; None: it has its own."""
+    """Return for each layer the index of the earlier layer whose KV cache it uses; None: the layer has its
+    own KV cache. `full` is true for layers with full attention."""
     num_shared = optional_size(arch, "attention.shared_kv_layers") or 0
     first = len(full) - num_shared
     last = {kind: max((at for at in range(max(first, 0)) if full[at] == kind), default=None) for kind in full}
@@ -157,8 +159,8 @@ def _stored_shape(file: GGUFFile, name: str) -> tuple[int, ...]:
 
 
 def _gemma3n_facts(arch: ConfigReader, shared: list[int | None]) -> dict[str, Any]:
-    """Return the facts of Gemma 3n and later: norms of queries and keys, and unscaled attention. Layers that
-    share a KV cache do not use their keys and values."""
+    """Return fields of ArchFacts for Gemma 3n and later: norms of queries and keys, and unscaled attention.
+    Layers that use the KV cache of another layer (`shared`) do not load their key and value weights."""
     numbers = "|".join(str(at) for at, target in enumerate(shared) if target is not None) or "none"
     return {
         "activation": "gelu_tanh",

@@ -100,7 +100,8 @@ def lfm2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 def _hybrid(
     file: GGUFFile, arch: ConfigReader, mixer: str, state: StateFacts, *, rotates: bool, **facts: Any
 ) -> ArchFacts:
-    """Read a decoder with attention in the layers that have key/value heads, and `mixer` in all others."""
+    """Read a decoder with attention in layers with key/value heads, and `mixer` in all other layers;
+    `rotates`: whether attention has rotary embedding."""
     kv_heads = per_layer(arch, "attention.head_count_kv")
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     rope = read_gguf_rope(file, arch, arch.size("attention.key_length", hidden // heads))
@@ -144,7 +145,7 @@ def granitehybrid(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         logit_scale=scales.logit_scale,
     )
     if optional_size(arch, "expert_count") is None:
-        stored = file.tensors.get("blk.0.ffn_up.weight")  # the key may have the length of another part
+        stored = file.tensors.get("blk.0.ffn_up.weight")  # feed_forward_length may be that of another part
         return replace(facts, intermediate=stored.shape[0]) if stored else facts
     shared = optional_size(arch, "expert_shared_feed_forward_length") or 0
     moe = read_experts(arch, facts.intermediate, shared_intermediate=shared)
@@ -153,7 +154,7 @@ def granitehybrid(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 def nemotron_h(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Nemotron-H. A layer is Mamba-2, attention without rotary embedding, experts or a plain
-    feed-forward part. Time steps are at least 0.001, which the header does not say."""
+    feed-forward part. Time steps are at least 0.001 (the header has no key for this)."""
     count, unused = layers_without_mtp(arch)
     kv_heads, inner = per_layer(arch, "attention.head_count_kv"), per_layer(arch, "feed_forward_length")
     moe = None

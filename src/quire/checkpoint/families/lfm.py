@@ -4,7 +4,7 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing, StateFacts
 from quire.checkpoint.families.decoder import decoder, layer_kinds, ropes_by_kind, sliding_window
-from quire.checkpoint.families.ssm import build_layers, has_state, read_layer_number, read_layer_numbers
+from quire.checkpoint.families.ssm import build_layers, has_state
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
@@ -21,7 +21,7 @@ def lfm2(keys: ConfigReader) -> ArchFacts:
 
 def lfm2_moe(keys: ConfigReader) -> ArchFacts:
     """Read LFM2-MoE: LFM2 with experts in all but the first layers."""
-    count, dense = keys.size("num_hidden_layers"), read_layer_number(keys, "num_dense_layers", 2)
+    count, dense = keys.size("num_hidden_layers"), keys.count("num_dense_layers", 2)
     moe = MoeFacts(
         experts=keys.size("num_experts", 32),
         intermediate=keys.size("moe_intermediate_size"),
@@ -42,7 +42,7 @@ def _lfm2(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFacts:
     keys = keys.defaults(norm_eps=1e-5, rope_theta=1e6)
     tied = "tie_embedding" if keys.get("tie_embedding") is not None else "tie_word_embeddings"
     if keys.get("layer_types") is None:
-        attending = range(len(sparse)) if attending is None else read_layer_numbers(keys, "full_attn_idxs")
+        attending = range(len(sparse)) if attending is None else keys.integers("full_attn_idxs")
         kinds = ["full_attention" if i in attending else "conv" for i in range(len(sparse))]
         keys = keys.but(layer_types=kinds)
     rope = read_rope(keys, keys.size("head_dim", hidden // keys.size("num_attention_heads")))

@@ -12,27 +12,22 @@ from quire.checkpoint.rope import max_len_of, read_rope
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _KIMI_KEYS = {
-    "max_position_embeddings": "model_max_length",
-    "norm_topk_prob": "moe_renormalize",
-    "n_group": "num_expert_group",
-    "num_experts_per_tok": "num_experts_per_token",
-    "n_shared_experts": "num_shared_experts",
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
 }
-"""DeepSeek's name of each key that Kimi Linear and Ling 3 name differently."""
+"""Maps keys of Kimi Linear and Ling 3 to DeepSeek's, where these differ."""
 _MINIMAX_KEYS = {
-    "full_attn_alpha_factor": "layernorm_full_attention_alpha",
-    "full_attn_beta_factor": "layernorm_full_attention_beta",
-    "linear_attn_alpha_factor": "layernorm_linear_attention_alpha",
-    "linear_attn_beta_factor": "layernorm_linear_attention_beta",
-    "mlp_alpha_factor": "layernorm_mlp_alpha",
-    "mlp_beta_factor": "layernorm_mlp_beta",
+    "layernorm_full_attention_alpha": "full_attn_alpha_factor",
+    "layernorm_full_attention_beta": "full_attn_beta_factor",
+    "layernorm_linear_attention_alpha": "linear_attn_alpha_factor",
+    "layernorm_linear_attention_beta": "linear_attn_beta_factor",
+    "layernorm_mlp_alpha": "mlp_alpha_factor",
+    "layernorm_mlp_beta": "mlp_beta_factor",
 }
-"""Key of the published config.json for each key of transformers."""
-
-
-def _renamed(keys: ConfigReader, names: dict[str, str]) -> ConfigReader:
-    """Return the keys with the new names as well; `names` has the old name of each new name."""
-    return keys.but(**{new: keys.get(old) for new, old in names.items() if keys.get(old) is not None})
+"""Maps keys of the published config.json to those of transformers."""
 
 
 def olmo_hybrid(keys: ConfigReader) -> ArchFacts:
@@ -69,7 +64,7 @@ def olmo_hybrid(keys: ConfigReader) -> ArchFacts:
 
 def kimi_linear(keys: ConfigReader) -> ArchFacts:
     """Read Kimi Linear: KDA, latent attention without rotation in every fourth layer, DeepSeek's experts."""
-    keys = _renamed(keys.defaults(rms_norm_eps=1e-5, routed_scaling_factor=2.446), _KIMI_KEYS)
+    keys = keys.defaults(rms_norm_eps=1e-5, routed_scaling_factor=2.446).renamed(_KIMI_KEYS)
     keys = keys.defaults(num_experts_per_tok=8, n_shared_experts=1)
     keys.require("mla_use_nope", True)
     keys.require("moe_router_activation_func", "sigmoid")
@@ -105,7 +100,7 @@ def ling3(keys: ConfigReader) -> ArchFacts:
     """Read Ling 3 (BailingHybrid): KDA with a bounded decay, latent attention with gated heads in every sixth
     layer, DeepSeek's experts."""
     sizes = {"num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
-    keys = _renamed(keys, _KIMI_KEYS).defaults(routed_scaling_factor=2.5, rope_theta=6e6, **sizes)
+    keys = keys.renamed(_KIMI_KEYS).defaults(routed_scaling_factor=2.5, rope_theta=6e6, **sizes)
     count, every = keys.size("num_hidden_layers"), keys.size("layer_group_size", 6)
     default = [_LINEAR if (i + 1) % every else _FULL for i in range(count)]
     kinds = layer_kinds(keys, _LINEAR, _FULL, default=default)
@@ -130,7 +125,8 @@ def ling3(keys: ConfigReader) -> ArchFacts:
 
 
 def _mixed(facts: ArchFacts, kinds: list[str], state: StateFacts) -> ArchFacts:
-    """Return the facts with the delta rule as mixer of all layers that `kinds` names linear_attention."""
+    """Return the facts with the delta rule as mixer of all layers with the type linear_attention in
+    `kinds`."""
     layers = (
         layer if kind == _FULL else replace(layer, rope=None, mixer="delta")
         for layer, kind in zip(facts.layers, kinds, strict=True)
@@ -140,7 +136,7 @@ def _mixed(facts: ArchFacts, kinds: list[str], state: StateFacts) -> ArchFacts:
 
 def minimax(keys: ConfigReader) -> ArchFacts:
     """Read MiniMax-Text-01 and M1: lightning attention, attention in every eighth layer, and experts."""
-    keys = _renamed(keys, _MINIMAX_KEYS).defaults(rope_theta=1e6, rms_norm_eps=1e-5)
+    keys = keys.renamed(_MINIMAX_KEYS).defaults(rope_theta=1e6, rms_norm_eps=1e-5)
     keys.require("postnorm", True)
     keys.require("shared_intermediate_size", 0)
     count, types = keys.size("num_hidden_layers"), keys.integers("attn_type_list")
@@ -184,5 +180,5 @@ def minimax(keys: ConfigReader) -> ArchFacts:
 
 
 def _read_scales(keys: ConfigReader, name: str) -> tuple[float, float]:
-    """Return the residual factors on the input and the output of one part of the layers, such as `mlp`."""
+    """Return the factors on the residual and on the output of one part of the layers, such as `mlp`."""
     return keys.number(f"{name}_alpha_factor", 1.0), keys.number(f"{name}_beta_factor", 1.0)

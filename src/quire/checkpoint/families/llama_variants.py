@@ -11,7 +11,8 @@ from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_d
 from quire.checkpoint.reader import ConfigReader
 
 NORMED_VOCAB = 125696
-"""Vocabulary size of Baichuan 2. No key says that this model normalizes the rows of the output head."""
+"""Vocabulary size of Baichuan 2, by which it is recognized: no key shows that its output head has normalized
+rows."""
 
 
 def internlm(keys: ConfigReader) -> ArchFacts:
@@ -133,7 +134,7 @@ def bailing_v2(keys: ConfigReader) -> ArchFacts:
 
 
 def _bailing(keys: ConfigReader, moe: MoeFacts) -> ArchFacts:
-    shared = keys.get("num_shared_experts") or 0
+    shared = keys.count("num_shared_experts")
     inner = keys.size("moe_shared_expert_intermediate_size", moe.intermediate)
     if keys.get("rotary_dim") is not None:
         rotary_factor = keys.size("rotary_dim") / keys.size("head_dim")

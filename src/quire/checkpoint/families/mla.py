@@ -53,8 +53,8 @@ def youtu(keys: ConfigReader) -> ArchFacts:
 
 
 def longcat(keys: ConfigReader) -> ArchFacts:
-    """Read LongCat-Flash. Each layer has two attention and two feed-forward parts; experts run in parallel to
-    the second half. Some experts are identities."""
+    """Read LongCat-Flash. Each of its layers has two attention and two feed-forward parts, which are two
+    layers here; experts run in parallel to the second half. Some experts return their input."""
     hidden, count = keys.size("hidden_size"), keys.size("num_layers", 28)
     inner = keys.size("ffn_hidden_size", 12288)
     sizes = {"q_lora_rank": 1536, "rope_theta": 1e7, "rms_norm_eps": 1e-5}
@@ -134,7 +134,8 @@ def _with_indexer(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
 
 
 def _deepseek_v3(keys: ConfigReader, *, pairs: bool, first: int) -> ArchFacts:
-    """Read a decoder with DeepSeek-V3's experts, by default from layer `first` on."""
+    """Read a decoder with DeepSeek-V3's experts, in layers from `first` on unless config.json has another
+    number."""
     facts = add_experts(
         mla_decoder(keys, pairs=pairs), deepseek_experts(keys, "sigmoid"), first_dense(keys, first)
     )

@@ -109,7 +109,7 @@ def granite_moe_swa(keys: ConfigReader) -> ArchFacts:
 
 
 def _granite_experts(keys: ConfigReader) -> MoeFacts:
-    shared = _count(keys, "shared_intermediate_size")
+    shared = keys.count("shared_intermediate_size")
     return read_experts(keys, "intermediate_size", True, names="granite", shared_intermediate=shared)
 
 
@@ -141,8 +141,8 @@ def exaone_moe(keys: ConfigReader) -> ArchFacts:
 
 
 def cohere2_moe(keys: ConfigReader) -> ArchFacts:
-    """Read Cohere 2 MoE. The first layers are dense and have another window pattern; their full-attention
-    layers may have rotary embedding."""
+    """Read Cohere 2 MoE. The first layers are dense and have another pattern of window layers; full-attention
+    layers among them may have rotary embedding."""
     count, sparse = keys.size("num_hidden_layers"), first_dense(keys)
     first = min(sparse, default=count)
     prefix, rest = keys.size("prefix_dense_sliding_window_pattern", 1), keys.size("sliding_window_pattern", 4)
@@ -155,7 +155,7 @@ def cohere2_moe(keys: ConfigReader) -> ArchFacts:
     if keys.get("rms_norm_eps") is not None:
         facts = replace(facts, norm="rms", norm_eps=keys.number("rms_norm_eps"))
     renormalized = scoring == "softmax" or keys.flag("norm_topk_prob", True)
-    shared = inner * _count(keys, "num_shared_experts")
+    shared = inner * keys.count("num_shared_experts")
     moe = read_experts(keys, "intermediate_size", renormalized, scoring=scoring, names="deepseek")
     moe = replace(moe, shared_intermediate=shared, shared_mean=_is_mean(keys))
     if scoring not in ("softmax", "sigmoid"):
@@ -239,7 +239,7 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
             keys.size("num_experts_per_tok", 6), "sigmoid", True, keys.number("route_scale", 1.0)
         ),
         choice_bias=True,
-        shared_intermediate=inner * _count(keys, "num_shared_experts"),
+        shared_intermediate=inner * keys.count("num_shared_experts"),
         names="afmoe",
     )
     return add_experts(
@@ -248,42 +248,29 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
 
 
 def mtp_pattern(keys: ConfigReader) -> str:
-    """Return a pattern of the tensors of MTP layers, which follow the last layer; the target does not load
-    them."""
+    """Return a regular expression for the tensors of the MTP layers after the last layer; empty if there are
+    none. Only a draft model loads these tensors."""
     last = keys.size("num_hidden_layers")
-    more = keys.get("num_nextn_predict_layers") or 0
-    if not isinstance(more, int) or more < 0:
-        raise keys.wrong("num_nextn_predict_layers", "a number of layers")
+    more = keys.count("num_nextn_predict_layers")
     return rf"\blayers\.({'|'.join(str(last + i) for i in range(more))})\." if more else ""
 
 
 def ernie_moe(keys: ConfigReader) -> ArchFacts:
     inner, count = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
-    start, end = _layer(keys, "moe_layer_start_index", 1), _layer(keys, "moe_layer_end_index", -1)
-    every, last = keys.size("moe_layer_interval", 1), count - 1 if end == -1 else end
+    if keys.get("moe_layer_end_index") == -1:
+        keys = keys.but(moe_layer_end_index=None)
+    start, last = keys.count("moe_layer_start_index", 1), keys.count("moe_layer_end_index", count - 1)
+    every = keys.size("moe_layer_interval", 1)
     facts = ernie(keys, head_dim=None, head_bias=keys.flag("use_bias"))
     moe = MoeFacts(
         experts=keys.size("moe_num_experts"),
         intermediate=inner,
         routing=Routing(keys.size("moe_k"), renormalized=True),
         choice_bias=True,
-        shared_intermediate=inner * _count(keys, "moe_num_shared_experts"),
+        shared_intermediate=inner * keys.count("moe_num_shared_experts"),
         names="ernie",
     )
     return add_experts(facts, moe, {layer for layer in range(start, last + 1) if (layer + 1) % every == 0})
-
-
-def _count(keys: ConfigReader, key: str) -> int:
-    """Return the size under `key`; 0 if the key is missing or 0."""
-    return keys.size(key) if keys.get(key) else 0
-
-
-def _layer(keys: ConfigReader, key: str, default: int) -> int:
-    number = keys.get(key)
-    number = default if number is None else number
-    if not isinstance(number, int) or not -1 <= number < keys.size("num_hidden_layers"):
-        raise keys.wrong(key, "the number of a layer")
-    return number
 
 
 def hunyuan_moe(keys: ConfigReader) -> ArchFacts:
@@ -306,8 +293,8 @@ def hunyuan_moe(keys: ConfigReader) -> ArchFacts:
 
 
 def deepseek_experts(keys: ConfigReader, scoring: str) -> MoeFacts:
-    """Read the experts of DeepSeek and derived models: groups, a shared expert, and with sigmoid a balancing
-    bias."""
+    """Read the experts of DeepSeek and derived models: expert groups, a shared expert, and with sigmoid
+    `scoring` a bias that balances the load."""
     balanced = scoring == "sigmoid"
     method = keys.get("topk_method") or ("noaux_tc" if balanced else "greedy")
     grouped = method != "greedy"
@@ -325,7 +312,7 @@ def deepseek_experts(keys: ConfigReader, scoring: str) -> MoeFacts:
             group_best=2 if balanced else 1,
         ),
         choice_bias=balanced,
-        shared_intermediate=inner * _count(keys, "n_shared_experts"),
+        shared_intermediate=inner * keys.count("n_shared_experts"),
         names="deepseek",
     )
 
@@ -356,8 +343,8 @@ def dbrx(keys: ConfigReader) -> ArchFacts:
 
 
 def llama4(keys: ConfigReader) -> ArchFacts:
-    """Read Llama 4: layers with and without experts. Layers without rotary embedding scale their queries by
-    position; layers with it attend within chunks of positions."""
+    """Read Llama 4. Layers without rotary embedding scale their queries by position; layers with rotary
+    embedding attend within chunks of positions."""
     count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 128)
     every, step = keys.size("no_rope_layer_interval", 4), keys.size("interleave_moe_layer_step", 1)
     rotates = keys.integers("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
@@ -398,41 +385,39 @@ def llama4(keys: ConfigReader) -> ArchFacts:
 def read_experts(
     keys: ConfigReader, inner: str, renormalized: bool, *, scoring: str = "softmax", **facts: Any
 ) -> MoeFacts:
-    """Read experts with the usual keys; `inner` is the key of their intermediate size."""
+    """Read experts by the usual keys; `inner` is the key of their intermediate size, and `facts` are fields
+    of MoeFacts."""
     routing = Routing(keys.size("num_experts_per_tok"), scoring, renormalized)
     return MoeFacts(experts=num_experts(keys), intermediate=keys.size(inner), routing=routing, **facts)
 
 
 def num_experts(keys: ConfigReader) -> int:
-    """Return the number of routed experts, under any of its key names."""
+    """Return the number of routed experts, which has different key names in different models."""
     known = ("num_experts", "num_local_experts", "n_routed_experts")
     return keys.size(next((key for key in known if keys.get(key) is not None), known[0]))
 
 
 def qwen_sparse_layers(keys: ConfigReader) -> set[int]:
-    """Return Qwen's MoE layers: every `decoder_sparse_step`th layer, except `mlp_only_layers`."""
+    """Return the indices of Qwen's MoE layers: every `decoder_sparse_step`th layer, except
+    `mlp_only_layers`."""
     step, count = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
     without = keys.integers("mlp_only_layers")
     return {layer for layer in range(count) if (layer + 1) % step == 0 and layer not in without}
 
 
 def first_dense(keys: ConfigReader, default: int = 0) -> set[int]:
-    """Return the MoE layers: those that `mlp_layer_types` lists, or all but the first few; `default` is the
-    number of first dense layers if config.json has none."""
+    """Return the indices of the MoE layers: those that are sparse in `mlp_layer_types`, or all but the first
+    `first_k_dense_replace` layers (`default` if that key is missing)."""
     count, kinds = keys.size("num_hidden_layers"), keys.get("mlp_layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {"dense", "sparse"}:
             raise keys.wrong("mlp_layer_types", f"{count} entries, each dense or sparse")
         return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
-    first = keys.get("first_k_dense_replace")
-    first = default if first is None else first
-    if not isinstance(first, int) or first < 0:
-        raise keys.wrong("first_k_dense_replace", "a number of layers")
-    return set(range(first, count))
+    return set(range(keys.count("first_k_dense_replace", default), count))
 
 
 def add_experts(facts: ArchFacts, moe: MoeFacts, sparse: set[int] | None = None) -> ArchFacts:
-    """Add experts to all layers, or to the `sparse` ones."""
+    """Return the facts with experts in all layers, or in the layers whose indices are in `sparse`."""
     layers = (
         replace(layer, moe=sparse is None or number in sparse) for number, layer in enumerate(facts.layers)
     )

@@ -60,7 +60,7 @@ def gemma3(keys: ConfigReader) -> ArchFacts:
 
 def gemma4(keys: ConfigReader) -> ArchFacts:
     """Read Gemma 4. Full-attention layers have another head size and may use keys as values. The last layers
-    may share the KV cache of earlier layers, and then have wider feed-forward parts in some models."""
+    may share the KV cache of earlier layers; in some models such layers have wider feed-forward parts."""
     if keys.get("use_bidirectional_attention") == "all":
         raise keys.wrong("use_bidirectional_attention", "vision or null (nothing else is supported)")
     count, inner = keys.size("num_hidden_layers"), keys.size("intermediate_size")
@@ -96,7 +96,7 @@ def gemma4(keys: ConfigReader) -> ArchFacts:
 
 
 def _read_head_sizes(keys: ConfigReader, kinds: list[str]) -> list[tuple[int, int]]:
-    """Return the head size and the number of key/value heads of each layer."""
+    """Return for each layer its head size and its number of key/value heads."""
     head_dim, kv_heads = keys.size("head_dim", 256), keys.size("num_key_value_heads", 4)
     if keys.get("per_layer_config") is None:
         shared = keys.flag("attention_k_eq_v") and keys.get("num_global_key_value_heads") is not None
@@ -155,8 +155,8 @@ def _read_experts(keys: ConfigReader) -> MoeFacts:
 
 
 def _kv_sharing(keys: ConfigReader, kinds: list[str], shared: int) -> tuple[int, dict[str, int | None]]:
-    """Return the index of the first layer without its own KV cache, and by layer type the index of the layer
-    whose KV cache is shared."""
+    """Return the index of the first of the `shared` last layers, which have no KV cache, and the index of the
+    layer whose KV cache they use, by layer type."""
     first = len(kinds) - shared
     first = first if first > 0 else len(kinds)
     last = {kind: max((at for at in range(first) if kinds[at] == kind), default=None) for kind in _KINDS}
@@ -206,7 +206,8 @@ def gemma3n(keys: ConfigReader) -> ArchFacts:
 
 
 def _unused_pattern(shared: range) -> str:
-    """Return a pattern of tensors that are not loaded: unused key/value weights, and the encoders."""
+    """Return a regular expression for tensors that are not loaded: key and value weights of layers in
+    `shared`, and encoders."""
     numbers = "|".join(map(str, shared)) or "none"
     keys = rf"layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
     return rf"{keys}|(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
@@ -235,7 +236,8 @@ def _gemma_facts(keys: ConfigReader) -> dict[str, Any]:
 
 
 def _gemma3n_facts(keys: ConfigReader) -> dict[str, Any]:
-    """Return the facts of Gemma 3n and later: norms of queries and keys, and unscaled attention."""
+    """Return fields of ArchFacts for Gemma 3n and later: norms of queries and keys, and unscaled
+    attention."""
     return _gemma_facts(keys) | {
         "norm": "rms",
         "attention_scale": 1.0,

@@ -20,7 +20,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
 _KINDS = {"linear_attention": True, "mamba": True, "conv": True, "full_attention": False, "attention": False}
-"""Names in `layer_types`, and whether such a layer has an SSM state."""
+"""Whether a layer has an SSM state, by its name in `layer_types`."""
 _MAMBA_LAYER, _ATTENTION_LAYER = LayerFacts(None, mixer="mamba"), LayerFacts(None)
 _MLP_LAYER, _MOE_LAYER = LayerFacts(None, mixer="none"), LayerFacts(None, mixer="none", moe=True)
 _NEMOTRON_LAYERS = {
@@ -35,7 +35,7 @@ _NEMOTRON_LAYERS = {
     "moe": _MOE_LAYER,
     "E": _MOE_LAYER,
 }
-"""Layers by their names in config.json of Nemotron-H."""
+"""Layers by their names or letters in config.json of Nemotron-H."""
 
 
 def mamba(keys: ConfigReader) -> ArchFacts:
@@ -73,7 +73,8 @@ def mamba2(keys: ConfigReader) -> ArchFacts:
 
 
 def _mixer_only(keys: ConfigReader, mixer: str, state: StateFacts) -> ArchFacts:
-    """Read a model of norms and mixers only. It has no attention: the number of heads is set to 1."""
+    """Read a model whose layers are only a norm and `mixer`. Without attention, the number of heads is set to
+    1."""
     keys.require("hidden_act", "silu")
     return decoder(
         keys.but(num_attention_heads=1, num_key_value_heads=1, head_dim=64),
@@ -89,7 +90,7 @@ _JAMBA_KEYS = ("mamba_dt_rank", "mamba_d_state", "mamba_d_conv", "mamba_conv_bia
 
 
 def _read_mamba(keys: ConfigReader, inner: int, names: tuple[str, ...] = _MAMBA_KEYS) -> StateFacts:
-    """Read a Mamba state with `inner` channels; `names` are the keys of the other settings."""
+    """Read the sizes of Mamba layers with `inner` channels; `names` are the keys of the other settings."""
     rank, size, conv, conv_bias, biased = names
     auto = math.ceil(keys.size("hidden_size") / 16)
     return StateFacts(
@@ -108,9 +109,8 @@ def _read_mamba(keys: ConfigReader, inner: int, names: tuple[str, ...] = _MAMBA_
 def jamba(keys: ConfigReader) -> ArchFacts:
     """Read Jamba: Mamba with norms, attention without rotary embedding in every n-th layer, and experts in
     some layers."""
-    every, first = keys.size("attn_layer_period", 8), read_layer_number(keys, "attn_layer_offset", 4)
-    sparse_every = keys.size("expert_layer_period", 2)
-    sparse_first = read_layer_number(keys, "expert_layer_offset", 1)
+    every, first = keys.size("attn_layer_period", 8), keys.count("attn_layer_offset", 4)
+    sparse_every, sparse_first = keys.size("expert_layer_period", 2), keys.count("expert_layer_offset", 1)
     numbers, moe = range(keys.size("num_hidden_layers")), None
     inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
     if keys.size("num_experts", 16) > 1:
@@ -160,22 +160,6 @@ def falcon_h1(keys: ConfigReader) -> ArchFacts:
             scales=tuple(into * scale for scale in scales) if {into, *scales} != {1.0} else (),
         ),
     )
-
-
-def read_layer_number(keys: ConfigReader, key: str, default: int) -> int:
-    """Return the layer number under `key`, or the default."""
-    number = keys.get(key)
-    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-        raise keys.wrong(key, "the number of a layer")
-    return default if number is None else number
-
-
-def read_layer_numbers(keys: ConfigReader, key: str) -> list[int]:
-    """Return a list of layer numbers; empty if the key is missing."""
-    numbers = keys.get(key) or []
-    if not isinstance(numbers, list) or not all(isinstance(i, int) for i in numbers):
-        raise keys.wrong(key, "a list of numbers of layers")
-    return numbers
 
 
 def _read_factors(keys: ConfigReader, key: str, count: int) -> tuple[float, ...]:
@@ -256,7 +240,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
 
 def bamba(keys: ConfigReader) -> ArchFacts:
     """Read Bamba: Mamba-2, and attention that rotates half of each head in `attn_layer_indices`."""
-    attention_layers, count = read_layer_numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
+    attention_layers, count = keys.integers("attn_layer_indices"), keys.size("num_hidden_layers")
     keys = keys.defaults(rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)
     has_state = [i not in attention_layers for i in range(count)]
@@ -287,8 +271,8 @@ def _read_mamba2(keys: ConfigReader, inner: int) -> StateFacts:
 
 
 def _time_limits(keys: ConfigReader, least: str = "") -> tuple[float, float]:
-    """Return the smallest and largest time step; `least` is the key of a separate lower limit that
-    transformers reads."""
+    """Return the smallest and largest time step. `least` is the key of another lower limit, which
+    transformers applies as well; empty: there is none."""
     limits = keys.get("time_step_limit")
     limits = [0, math.inf] if limits is None else limits
     if isinstance(limits, list):  # transformers writes {"__float__": "Infinity"}
@@ -317,7 +301,7 @@ def nemotron_h(keys: ConfigReader) -> ArchFacts:
         moe = replace(
             deepseek_experts(keys, "sigmoid"),
             plain=True,
-            latent=keys.size("moe_latent_size") if keys.get("moe_latent_size") else 0,
+            latent=keys.count("moe_latent_size"),
             shared_intermediate=keys.size("moe_shared_expert_intermediate_size"),
             names="nemotron_h",
         )
@@ -348,7 +332,7 @@ def nemotron_h(keys: ConfigReader) -> ArchFacts:
 
 
 def _read_nemotron_layers(keys: ConfigReader) -> tuple[LayerFacts, ...]:
-    """Return the layers from a list of names, or a string with one letter per layer."""
+    """Read the layers from a list of names, or from a string with one letter per layer."""
     known = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     key = next((key for key in known if keys.get(key) is not None), known[0])
     kinds = keys.get(key)
@@ -401,7 +385,8 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
 def build_layers(
     stateful: list[bool], sparse: list[bool], mixer: str, rope: RopeFacts | None
 ) -> tuple[LayerFacts, ...]:
-    """Build the layers: those with a state use `mixer`, the others attention with `rope`."""
+    """Build the layers: `mixer` in those that are `stateful`, attention with `rope` in the others, experts in
+    those that are `sparse`."""
     return tuple(
         LayerFacts(None, mixer=mixer, moe=moe) if has_state else LayerFacts(rope, moe=moe)
         for has_state, moe in zip(stateful, sparse, strict=True)
@@ -409,7 +394,7 @@ def build_layers(
 
 
 def has_state(keys: ConfigReader, key: str) -> list[bool]:
-    """Return for each layer whether it has an SSM state."""
+    """Return for each layer whether it has an SSM state, by the layer types under `key`."""
     num_layers, kinds = keys.size("num_hidden_layers"), keys.get(key)
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
         raise keys.wrong(key, f"{num_layers} entries, each one of {', '.join(_KINDS)}")

@@ -10,16 +10,16 @@ from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
 _KINDS = ("full_attention", "sliding_attention")
-_NAMES = {
+_KEYS = {
     "num_attention_groups": "num_key_value_heads",
     "moe_num_experts": "n_routed_experts",
     "moe_top_k": "num_experts_per_tok",
     "share_expert_dims": "share_expert_dim",
 }
-"""Name in transformers of each key of StepFun."""
+"""Maps StepFun's keys to those of transformers."""
 _DENSE_LAYERS = 4
-"""Number of first layers of Step3 without experts, if config.json does not list the MoE layers; the last
-layer then has no experts either."""
+"""Number of first layers of Step3 without experts, if config.json does not list the MoE layers. In this case
+the last layer has no experts, either."""
 _ONLY = {
     "att_impl_type": "GQA",
     "moe_router_activation": "sigmoid",
@@ -58,7 +58,7 @@ def step35(keys: ConfigReader) -> ArchFacts:
     with a value per layer also cover the MTP layers after the last layer."""
     for key, value in _ONLY.items():
         keys.require(key, value)
-    keys = keys.defaults(**{new: keys.get(old) for old, new in _NAMES.items()})
+    keys = keys.renamed(_KEYS)
     head_dim, biased, count = keys.size("head_dim", 128), keys.flag("attention_bias"), _count(keys)
     layers = _read_layers(keys, head_dim)
     return decoder(
@@ -129,8 +129,8 @@ def _bounded_silu(keys: ConfigReader, bound: float | None) -> str:
 
 
 def _ropes(keys: ConfigReader, head_dim: int, kinds: list[str]) -> list[RopeFacts]:
-    """Return the rope of each layer; with settings per layer, only the types in `yarn_only_types` are
-    scaled."""
+    """Return the rope of each layer. Without an object per layer type, only the types in `yarn_only_types`
+    have rope scaling."""
     block = keys.get("rope_parameters")
     if isinstance(block, dict) and all(isinstance(block.get(kind), dict) for kind in kinds):
         by_kind = {kind: read_rope(keys.but(rope_parameters=block[kind]), head_dim) for kind in {*kinds}}
@@ -154,7 +154,7 @@ def _ropes(keys: ConfigReader, head_dim: int, kinds: list[str]) -> list[RopeFact
 
 
 def _window_heads(keys: ConfigReader, head_dim: int) -> int:
-    """Return the number of query heads of window layers; 0: as in the other layers."""
+    """Return the number of query heads of window layers; 0: the same as in full-attention layers."""
     other = keys.get("attention_other_setting") or {}
     if not isinstance(other, dict):
         raise keys.wrong("attention_other_setting", "an object")
@@ -170,7 +170,8 @@ def _window_heads(keys: ConfigReader, head_dim: int) -> int:
 
 
 def _sparse_layers(keys: ConfigReader, default: range) -> set[int]:
-    """Return the MoE layers, from a list of numbers or a name for each layer."""
+    """Return the indices of the MoE layers, from a list of indices or of a type for each layer; by default
+    `default`."""
     kinds, listed = keys.get("mlp_layer_types"), keys.get("moe_layers_enum")
     if kinds is not None:
         kinds = _per_layer(keys, "mlp_layer_types", more="mtp_mlp_layer_types")
@@ -185,9 +186,9 @@ def _sparse_layers(keys: ConfigReader, default: range) -> set[int]:
 
 
 def _per_layer(keys: ConfigReader, key: str, default: Any = None, more: str = "") -> list[Any]:
-    """Return the value of each layer, from a list or one value for all. MTP layers are included; their values
-    may be under the key `more`."""
-    count, values, num_mtp = _count(keys), keys.get(key), keys.get("num_nextn_predict_layers") or 0
+    """Return the value of each layer under `key`: a list, or one value for all layers. MTP layers are
+    included; their values may be under the key `more`."""
+    count, values, num_mtp = _count(keys), keys.get(key), keys.count("num_nextn_predict_layers")
     if not isinstance(values, list):
         return [default if values is None else values] * (count + num_mtp)
     if values and len(values) < count:

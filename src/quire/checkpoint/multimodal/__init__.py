@@ -1,4 +1,4 @@
-"""Tables of multimodal models: readers of config.json by architecture, and processors and encoders."""
+"""Tables of multimodal models: functions that read config.json, and the code of processors and encoders."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -88,8 +88,8 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "VoxtralForConditionalGeneration": qwen_audio.voxtral,
     "WhisperForConditionalGeneration": whisper.whisper,
 }
-"""Readers by architecture. Each returns the keys of the decoder, as in a text-only config.json
-(`architectures` then names one of FAMILIES), and the multimodal inputs; None: only the decoder is
+"""Functions that read config.json, by architecture. Each returns the keys of the decoder, as in a text-only
+config.json (`architectures` is then a key of FAMILIES), and the multimodal inputs; None: only the decoder is
 supported."""
 
 
@@ -97,9 +97,9 @@ class MediaCode(NamedTuple):
     """The code of a family of multimodal models, as `file:Class`."""
 
     processor: str
-    """Processor of items, in `quire/multimodal/processors/`."""
+    """Class that processes images, audio and videos, in `quire/multimodal/processors/`."""
     tower: str
-    """Encoder, in `quire/models/towers/`."""
+    """Class of the encoder, in `quire/models/towers/`."""
 
 
 MEDIA_CODE = {
@@ -139,4 +139,4 @@ MEDIA_CODE = {
     "voxtral": MediaCode("qwen_audio:VoxtralProcessor", "whisper:QwenAudio"),
     "whisper": MediaCode("whisper:WhisperProcessor", "whisper:WhisperTower"),
 }
-"""Code by `MediaFacts.family`."""
+"""Processor and encoder, by `MediaFacts.family`."""

@@ -11,12 +11,13 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class AnyresFacts(LlavaFacts):
-    """A LLaVA with several tiles per image."""
+    """The encoder of a LLaVA model that splits an image into tiles."""
 
     shapes: tuple[tuple[int, int], ...] = ()
     """Possible sizes of the area that all tiles of an image cover, as heights and widths in pixels."""
     most_tiles: int = 0
-    """An image with more tokens than this many tiles have is interpolated to fewer tokens; 0: no limit."""
+    """Largest area of an image in tiles: features of a larger image are interpolated to fewer tokens; 0: no
+    limit."""
     video_id: int | None = None
 
 

@@ -14,10 +14,10 @@ class AyaFacts(ShuffledFacts):
     """SigLIP and its projector."""
 
     depths: tuple[int, ...]
-    """Layers after which hidden states are taken and concatenated; empty: after all layers and the final
-    norm."""
+    """Layers after which hidden states are taken; states of several layers are concatenated. Empty: states
+    after all layers and the final norm."""
     first: int
-    """Number of first encoder outputs that are dropped."""
+    """Number of first encoder outputs that are dropped (1: the class token)."""
     norm_eps: float
     """Epsilon of the norm before the projector; 0: no norm."""
     intermediate: int

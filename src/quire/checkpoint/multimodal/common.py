@@ -60,19 +60,20 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
 }
-"""Defaults by model type: the text_config of multimodal models omits values that equal them."""
+"""Default values of text_config by model_type; multimodal checkpoints omit values that equal the defaults."""
 _TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 """Model types of decoders that are read as another type."""
 
 
 def stack_weights(layers: int, hidden: int, intermediate: int, matrices: int = 2) -> int:
-    """Return the approximate number of parameters of layers with `matrices` feed-forward matrices."""
+    """Return the approximate number of parameters of transformer layers with `matrices` feed-forward matrices
+    each."""
     return layers * hidden * (4 * hidden + matrices * intermediate + 8)
 
 
 @dataclass(frozen=True, slots=True)
 class ViTFacts:
-    """A vision transformer over the patches of square images."""
+    """Sizes of a vision transformer over the patches of square images."""
 
     layers: int
     hidden: int
@@ -97,7 +98,8 @@ class ViTFacts:
         return self.side**2 + self.has_class
 
     def num_weights(self, depth: int = 0) -> int:
-        """Return the approximate number of parameters of the first `depth` layers, or of all."""
+        """Return the approximate number of parameters of the first `depth` layers, or of all layers if
+        `depth` is 0."""
         first = self.hidden * (3 * self.patch**2 + self.tokens)
         return first + stack_weights(depth or self.layers, self.hidden, self.intermediate)
 
@@ -149,7 +151,8 @@ def part(keys: ConfigReader, name: str) -> ConfigReader:
 
 
 def text_part(keys: ConfigReader, name: str = "text_config", default: str = "llama") -> ConfigReader:
-    """Return the keys of the decoder, as in a text-only config.json; `default` is its default model_type."""
+    """Return the keys of the decoder, as in a text-only config.json: from the section `name` and from shared
+    top-level keys. `default` is the decoder's default model_type."""
     section = keys.get(name)
     text: dict[str, Any] = section if isinstance(section, dict) else {}
     kind = text.get("model_type") or default
@@ -177,7 +180,7 @@ def token_id(keys: ConfigReader, *names: str, default: int | None = None) -> int
 
 
 def side_of(keys: ConfigReader, key: str, default: int) -> int:
-    """Return the side of a square; some files give it as a pair of equal numbers."""
+    """Return the side of a square, stored as a number or as a list of equal numbers."""
     value = keys.get(key)
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
         value = value[0]
@@ -198,7 +201,8 @@ def read_vit(
     eps_key: str = "layer_norm_eps",
     has_class: bool = False,
 ) -> ViTFacts:
-    """Read a vision transformer. The parameters are the defaults of the family, here those of SigLIP."""
+    """Read a vision transformer. The parameters after `vision` are defaults for missing keys; their own
+    defaults are those of SigLIP."""
     return ViTFacts(
         layers=vision.size("num_hidden_layers", layers),
         hidden=vision.size("hidden_size", hidden),
@@ -213,7 +217,7 @@ def read_vit(
 
 
 def check_gather(source: str, vit: ViTFacts, gather: int) -> None:
-    """Raise if the patches of a side cannot be merged `gather` by `gather`."""
+    """Raise if the patches along an image side cannot be merged `gather` by `gather`."""
     if vit.side % gather:
         raise ConfigError(f"{source}: {vit.side} patches a side cannot be gathered by {gather}")
 
@@ -225,7 +229,7 @@ _VITS: dict[str, dict[str, Any]] = {
 
 
 def vit(vision: ConfigReader, default: str) -> ViTFacts:
-    """Read a CLIP or SigLIP encoder."""
+    """Read a CLIP or SigLIP encoder; `default` is its default model_type."""
     kind = vision.get("model_type") or default
     if kind not in _VITS:
         raise ConfigError(

@@ -10,10 +10,10 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GemmaFacts(TowerFacts):
-    """SigLIP, and how its patches become soft tokens."""
+    """SigLIP, and the number of soft tokens that its patches are averaged to."""
 
     side: int
-    """Soft tokens per image side."""
+    """Number of soft tokens per image side."""
     begin_id: int
     end_id: int
 

@@ -13,7 +13,7 @@ _SSCP = {"sscp_conv_kernel_size": [[3, 3], [3, 3]], "sscp_conv_stride_size": [[2
 
 @dataclass(frozen=True, slots=True)
 class Gemma3nFacts:
-    """A conformer (the Universal Speech Model), and how its states become soft tokens."""
+    """A conformer (the Universal Speech Model), and the selection of its states that become soft tokens."""
 
     layers: int
     hidden: int
@@ -28,13 +28,15 @@ class Gemma3nFacts:
     right: int
     """Number of later states that each state attends to."""
     cap: float
+    """Soft cap on attention logits."""
     kernel: int
     """Kernel size of the convolution in a layer."""
     every: int
-    """Stride of the states that become tokens: of `every` consecutive states, one does."""
+    """One of this many consecutive states becomes a token."""
     residual: float
     """Factor on the output of the feed-forward parts."""
     clip: float
+    """Limit on the absolute value of hidden states."""
     vocab: int
     """Number of tokens with an embedding in the encoder."""
     first: int

@@ -11,7 +11,7 @@ _ACTIVATION = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, slots=True)
 class Gemma4VisionFacts:
-    """A vision encoder over grids of patches, and the mean of each square of patches as a soft token."""
+    """A vision encoder over grids of patches. The mean of each square of patches is one soft token."""
 
     layers: int
     hidden: int
@@ -26,9 +26,9 @@ class Gemma4VisionFacts:
     theta: float
     norm_eps: float
     is_clipped: bool
-    """Whether inputs and outputs of linear layers are clipped to stored bounds."""
+    """Whether inputs and outputs of linear layers are clipped to bounds in the checkpoint."""
     is_standardized: bool
-    """Whether a stored bias and scale are applied to the soft tokens."""
+    """Whether a bias and a scale in the checkpoint are applied to the soft tokens."""
     size_out: int
     image_id: int
     begin_id: int

@@ -23,7 +23,7 @@ class InternFacts:
     is_normed: bool
     """Whether there is a norm after all layers."""
     first: int
-    """Number of first encoder outputs that are dropped."""
+    """Number of first encoder outputs that are dropped (1: the class token)."""
     gather: int
     """Side of the square of patches that pixel shuffle merges into one token."""
     size_out: int
@@ -64,7 +64,7 @@ def internvl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def internvl_chat(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Read an InternVL checkpoint in the original remote-code format."""
+    """Read an InternVL checkpoint in the original format, which is for remote code."""
     text = text_part(keys, "llm_config", "qwen2")
     vision = part(keys, "vision_config")
     if keys.get("force_image_size") is not None:

@@ -19,7 +19,7 @@ class MoonFacts:
     patch: int
     """Patch side in pixels."""
     rows: int
-    """Rows of the table of learned positions."""
+    """Number of rows in the grid of learned positions."""
     columns: int
     merge: int
     """Side of the square of patches that are merged into one token."""

@@ -15,7 +15,7 @@ class LlavaFacts(TowerFacts):
     depths: tuple[int, ...]
     """Layers after which hidden states are taken; those of several layers are concatenated."""
     first: int
-    """Number of first encoder outputs that are dropped."""
+    """Number of first encoder outputs that are dropped (1: the class token)."""
     activation: str
     bias: bool
 
@@ -44,7 +44,8 @@ def read_llava(
     layer: int = -2,
     select: str = "default",
 ) -> LlavaFacts:
-    """Read the keys that all LLaVA models share; `tower`, `layer` and `select` are the family's defaults."""
+    """Read the keys that all LLaVA models share. `tower`, `layer` and `select` are defaults: the encoder's
+    model_type, the layer after which states are taken, and the strategy that selects states."""
     facts = vit(part(keys, "vision_config"), tower)
     layers = keys.get("vision_feature_layer")
     layers = layer if layers is None else layers

@@ -21,7 +21,7 @@ class MiniCPMFacts:
     """A vision encoder, and the resampler or merger that reduces its outputs."""
 
     vit: ViTFacts
-    """Encoder for the largest square that it has position embeddings for."""
+    """The encoder; its image size is the largest square that it has position embeddings for."""
     depth: int
     """Number of encoder layers that are used."""
     size_out: int
@@ -32,13 +32,15 @@ class MiniCPMFacts:
     queries: int = 0
     """Number of resampler queries per slice; 0: squares of patches are merged instead."""
     merged: int | None = None
-    """Layer after which patches are merged first, before the final merge; None: only the final merge."""
+    """Layer after which patches are merged a first time; None: patches are only merged at the end."""
     is_valued: bool = False
-    """Whether the resampler adds positions to its values instead of its keys."""
+    """Whether the resampler adds positions to values, not to keys."""
     in_one_row: bool = False
-    """Whether the encoder takes an image as one row of patches, whatever its shape (2.5)."""
+    """Whether the encoder's position embeddings treat an image as one row of patches, whatever its shape
+    (2.5)."""
     nests_slices: bool = False
-    """Whether all slices of an image are within one pair of slice tokens, each like an image (2.5)."""
+    """Whether one pair of slice tokens encloses all slices of an image, each of them between image tokens
+    (2.5)."""
 
     @property
     def unit(self) -> int:

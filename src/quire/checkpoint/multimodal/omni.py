@@ -25,7 +25,7 @@ class OmniAudioFacts:
     end_id: int
     """Token after the placeholders of an audio clip."""
     seen: int = 0
-    """Number of chunks that attend to each other; 0: attention stays within a chunk."""
+    """Number of consecutive chunks whose states attend to each other; 0: attention stays within a chunk."""
     channels: int = 0
     """Channels of 2-D convolutions over time and mel bands; 0: the convolutions are over time only."""
 
@@ -91,7 +91,8 @@ def qwen3_omni(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def thinker(keys: ConfigReader) -> ConfigReader:
-    """Return the keys of the thinker, with the usual names for its token ids."""
+    """Return the keys of the thinker (the part that outputs text), with token ids under the names of other
+    models."""
     thinker_keys = keys.get("thinker_config")
     keys = (
         ConfigReader(keys.source, {**keys.values, **thinker_keys}) if isinstance(thinker_keys, dict) else keys
@@ -106,7 +107,7 @@ def thinker(keys: ConfigReader) -> ConfigReader:
 
 
 def marks(keys: ConfigReader, audio: int, start: int, end: int) -> dict[str, int]:
-    """Return the audio token ids; the parameters are the published defaults."""
+    """Return the token ids of OmniAudioFacts; `audio`, `start` and `end` are the defaults."""
     names = {"audio_id": ("audio_token_id", audio), "start_id": ("audio_start_token_id", start)}
     names["end_id"] = ("audio_end_token_id", end)
     return {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in names.items()}

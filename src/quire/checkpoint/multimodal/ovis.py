@@ -20,7 +20,7 @@ class OvisFacts(ShuffledFacts):
     vocab: int
     """Size of the visual vocabulary, without the indicator tokens after it."""
     hard: bool
-    """Whether only the most likely visual word counts (argmax)."""
+    """Whether a patch gets the embedding of its most likely visual word (argmax), not a weighted sum."""
     mark_ids: tuple[int, ...]
     """Indicator tokens, which have the last embeddings of the table: start of the image, end of the overview,
     end of a column, end of a row, end of the image."""

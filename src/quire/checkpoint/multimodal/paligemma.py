@@ -6,8 +6,8 @@ from quire.checkpoint.reader import ConfigReader
 
 
 def paligemma(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Read PaliGemma, on Gemma or Gemma 2. Only prompts with images attend in both directions. The
-    placeholder token of an image also marks the image's place in prompts."""
+    """Read PaliGemma, on Gemma or Gemma 2. Only prompts with images attend in both directions. Prompts
+    contain the placeholder token where an image belongs."""
     text = text_part(keys, default="gemma").but(use_bidirectional_attention=None)
     tower = TowerFacts(
         vit=vit(part(keys, "vision_config"), "siglip_vision_model"),

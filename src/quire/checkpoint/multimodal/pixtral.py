@@ -50,7 +50,7 @@ class PixtralFacts:
 
 
 def pixtral(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Read Pixtral: a LLaVA checkpoint with this encoder."""
+    """Read Pixtral, a LLaVA checkpoint with a vision encoder of the type pixtral."""
     text = text_part(keys, default="mistral")
     facts = _read_facts(
         keys, text, merge=1, is_merged=False, bias=keys.flag("multimodal_projector_bias", True)

@@ -45,7 +45,7 @@ class GridFacts:
     window: int = 0
     """Side in pixels of the attention window of most layers; 0: all layers have full attention."""
     far: tuple[int, ...] = ()
-    """Indices of the layers that have full attention although `window` is set."""
+    """Indices of the layers with full attention, if `window` is set."""
     positions: int = 0
     """Side of the square of learned positions; 0: there are none."""
     aux_layers: tuple[int, ...] = ()
@@ -53,8 +53,8 @@ class GridFacts:
     pace: float = 0.0
     """M-RoPE positions per second of video; 0: one per temporal patch."""
     times: str = ""
-    """Place of the times of video frames in the prompt: `before` each frame, `behind` it, or `seconds`
-    (behind it, with that word); empty: times are not written."""
+    """Where the prompt contains the time of a video frame: `before` the frame, `behind` it, or `seconds`
+    (behind it, followed by that word); empty: prompts contain no times."""
     merger: int = 0
     """Intermediate size of a gated merger; 0: the merger has no gate."""
     head_norms: bool = False
@@ -110,8 +110,8 @@ def _qwen2_decoder(keys: ConfigReader) -> ConfigReader:
 
 
 def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), deep: bool = True) -> Read:
-    """Return a reader of models with this decoder; with `deep`, its first layers add further encoder outputs
-    (DeepStack)."""
+    """Return a function that reads configs with this decoder architecture; if `deep`, first decoder layers
+    add further encoder outputs (DeepStack). `sections` are the M-RoPE sections."""
 
     def read(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         vision = part(keys, "vision_config")
@@ -213,7 +213,7 @@ _SIZES = {
     "merge": ("spatial_merge_size", 2),
     "channels": ("in_channels", 3),
 }
-"""Fields, their keys in vision_config, and the defaults of Qwen2.5-VL."""
+"""Key in vision_config and default (that of Qwen2.5-VL) of fields of GridFacts."""
 
 
 def _read_grid(
@@ -222,7 +222,9 @@ def _read_grid(
     marks: dict[str, tuple[str, int]] = _MARKS,
     **facts: Any,
 ) -> GridFacts:
-    """Read an encoder by the keys that all these families share; `facts` override its fields."""
+    """Read an encoder by the keys that all these families share. `defaults` replace those in `_SIZES`;
+    `marks` are keys and defaults of token ids; `facts` are fields of GridFacts, which replace those that are
+    read."""
     vision, defaults = part(keys, "vision_config"), defaults or {}
     read: dict[str, Any] = {"activation": vision.get("hidden_act") or "silu", "norm_eps": 1e-6}
     read |= {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in marks.items()}
@@ -252,7 +254,8 @@ def _read_layer_numbers(keys: ConfigReader, key: str, default: tuple[int, ...]) 
 def decoder_part(
     keys: ConfigReader, architecture: str, rope: dict[str, Any], **defaults: Any
 ) -> ConfigReader:
-    """Return the keys of the decoder: from text_config or, in the first checkpoints, from the top level."""
+    """Return the keys of the decoder: from text_config or, in the first checkpoints, from the top level.
+    `rope` and `defaults` apply where config.json has no value."""
     section = keys.get("text_config")
     text = section if isinstance(section, dict) else {}
     whole = {key: keys.get(key) for key in ("bos_token_id", "eos_token_id") if keys.get(key) is not None}
@@ -264,7 +267,7 @@ def decoder_part(
 
 
 def _with_rope(keys: ConfigReader, facts: dict[str, Any], *, over: bool = False) -> ConfigReader:
-    """Return the keys with these rope settings, which override those of config.json only with `over`."""
+    """Return the keys with the rope settings `facts`, which override those of config.json only if `over`."""
     name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
     block = keys.get(name) or {}
     if not isinstance(block, dict):

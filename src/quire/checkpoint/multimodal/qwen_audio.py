@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class QwenAudioFacts:
-    """An audio encoder, and how its states become tokens."""
+    """An audio encoder, and the projector that turns its states into tokens."""
 
     encoder: WhisperFacts
     size_out: int
@@ -19,7 +19,8 @@ class QwenAudioFacts:
     audio_id: int
     """Placeholder token of audio."""
     activation: str = ""
-    """Activation between the two linear layers of the projector; empty: there is only one."""
+    """Activation between the two linear layers of the projector; empty: the projector has one linear
+    layer."""
     bias: bool = True
     stack: int = 0
     """Number of states that are concatenated for one token; 0: the mean of two states."""

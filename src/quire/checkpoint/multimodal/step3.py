@@ -20,7 +20,7 @@ class StepFacts:
     last_norm: bool
     """Whether there is a norm after all layers."""
     scales: bool
-    """Whether the output of each layer has learned scales (LayerScale)."""
+    """Whether the outputs in each layer have learned scales (LayerScale)."""
     size_out: int
     image_id: int
     """Placeholder token of an image."""
@@ -28,8 +28,8 @@ class StepFacts:
     """Whether the projection has a bias."""
 
     def tokens(self, side: int) -> int:
-        """Return the number of tokens of a square image of `side` pixels; patches are downsampled twice by
-        2."""
+        """Return the number of tokens of a square image of `side` pixels; patches are downsampled by 2
+        twice."""
         patches = side // self.vit.patch
         return (-(-patches // 4)) ** 2
 
@@ -90,8 +90,8 @@ def step37(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     return _read(keys, text_part(keys, default="step3p5"))
 
 
-_NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
-"""StepFun's name of each key of transformers."""
+_KEYS = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+"""Maps StepFun's keys to those of transformers."""
 _STEP3_SIZES: dict[str, Any] = {
     "layers": 63,
     "hidden": 1792,
@@ -104,8 +104,7 @@ _SIZES: dict[str, Any] = {"layers": 47, "hidden": 1536, "heads": 16, "image": 72
 
 
 def _read(keys: ConfigReader, text: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    vision = part(keys, "vision_config")
-    vision = vision.but(**{new: vision.get(old) or vision.get(new) for new, old in _NAMES.items()})
+    vision = part(keys, "vision_config").renamed(_KEYS)
     hidden = vision.size("hidden_size", _SIZES["hidden"])
     vision = vision.but(intermediate_size=int(hidden * vision.number("mlp_ratio", 8960 / 1536)))
     vit = read_vit(vision, **_SIZES, activation="quick_gelu", norm_eps=1e-5)

@@ -34,7 +34,7 @@ METHODS: dict[str, Callable[[ConfigReader], QuantFacts]] = {
     "quark": read_quark,
     "torchao": read_torchao,
 }
-"""Readers by quant_method."""
+"""Functions that read quantization_config, by quant_method."""
 ONLINE = {
     "fp8": QuantFacts("fp8", all_but((), Fp8(stored=False))),
     "int8": QuantFacts("int8", all_but((), Int8(activations="none", stored=False))),
@@ -52,11 +52,12 @@ _ALIASES = {
     "modelopt_mixed": "modelopt",
     "modelopt_mxfp8": "modelopt",
 }
-"""Other names of methods: those of kernels, and of some formats of a tool."""
+"""Other names of methods, which are names of kernels or of single formats of a tool."""
 
 
 def read_quant(keys: ConfigReader, path: Path | None = None) -> QuantFacts | None:
-    """Read the quantization from config.json, or from a file beside it in `path`; None: not quantized."""
+    """Read the quantization from config.json or another file in the directory `path`; None: the checkpoint is
+    unquantized."""
     for key in ("quantization_config", "compression_config"):
         settings = keys.get(key)
         if settings:
@@ -71,7 +72,7 @@ def read_quant(keys: ConfigReader, path: Path | None = None) -> QuantFacts | Non
 
 
 def _read(keys: ConfigReader, default: str | None) -> QuantFacts:
-    """Read the settings; `default` is the method if none is named."""
+    """Read the settings; `default` is the method for settings without quant_method."""
     method = keys.get("quant_method") or default
     reader = METHODS.get(_ALIASES.get(str(method), str(method)))
     if reader is None:
@@ -83,8 +84,8 @@ def _read(keys: ConfigReader, default: str | None) -> QuantFacts:
 
 
 def choose_quant(requested: str | None, stored: QuantFacts | None) -> QuantFacts | None:
-    """Return the checkpoint's quantization, or an online one that `--quantization` requests; raise if they
-    differ."""
+    """Return the checkpoint's quantization or, for an unquantized checkpoint, the online quantization that
+    `--quantization` requests. Raise if the request contradicts the checkpoint."""
     if requested is None:
         return stored
     if stored is not None:

@@ -1,11 +1,11 @@
 """AutoRound: weights in the layouts of GPTQ and AWQ, with settings for single layers."""
 
 import re
-from dataclasses import replace
 from typing import Any, Literal
 
 from quire.checkpoint.quant.awq import group_size
 from quire.checkpoint.quant.facts import LayerRule, QuantFacts, layer_pattern
+from quire.checkpoint.quant.gptq import change_scheme, check_pattern
 from quire.checkpoint.quant.schemes import BlockFloat, Grouped, Scheme
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
@@ -14,7 +14,7 @@ METHOD = "auto-round"
 _PREFIX = "auto_round:"
 _LAYOUTS: dict[str, Literal["gptq", "awq"]]
 _LAYOUTS = {"auto_gptq": "gptq", "gptq": "gptq", "auto_awq": "awq", "awq": "awq"}
-"""Weight layouts by packing_format without the prefix."""
+"""Weight layouts by packing_format (without its prefix `auto_round:`)."""
 _MX = "llm_compressor"
 _BLOCK_FLOATS: dict[str, Scheme] = {
     "mx_fp": BlockFloat("mxfp4", "weight_packed"),
@@ -27,7 +27,8 @@ _WILDCARD = re.compile(r"[*+?^$\[\]()|\\{}]")
 
 
 def read_auto_round(keys: ConfigReader) -> QuantFacts:
-    """Read the scheme of the blocks in `block_name_to_quantize`, with the changes of `extra_config`."""
+    """Read the scheme of the layers in `block_name_to_quantize` (by default of all layers), and the changes
+    for single layers in `extra_config`."""
     scheme = _read_scheme(keys)
     extra: Any = keys.get("extra_config") or {}
     if not isinstance(extra, dict) or not all(isinstance(layer, dict) for layer in extra.values()):
@@ -62,7 +63,8 @@ def _read_scheme(keys: ConfigReader) -> Scheme:
 
 
 def _read_blocks(keys: ConfigReader) -> list[str]:
-    """Return the names of the blocks that are quantized, stored as a list or with commas; empty: all."""
+    """Return the names of the blocks of layers that are quantized, stored as a list or with commas; empty:
+    all are."""
     blocks = keys.get("block_name_to_quantize") or keys.get("to_quant_block_names") or []
     if isinstance(blocks, str):
         return [name.strip() for name in blocks.split(",")]
@@ -72,26 +74,15 @@ def _read_blocks(keys: ConfigReader) -> list[str]:
 
 
 def _pattern(keys: ConfigReader, name: str) -> str:
-    """Return the pattern of a key of `extra_config`: a layer name, or already a pattern."""
+    """Return the regular expression of a key of `extra_config`, which is a layer name or a regular
+    expression."""
     if not _WILDCARD.search(name):
         return layer_pattern(name)
-    try:
-        return re.compile(name).pattern
-    except re.error as error:
-        raise ConfigError(
-            f"{keys.source}: extra_config has {name!r}, which is not a valid pattern: {error}"
-        ) from error
+    return check_pattern(name, f"{keys.source}: extra_config", name)
 
 
 def _change(scheme: Scheme, layer: ConfigReader) -> Scheme | None:
-    """Return the scheme of a layer with its own settings; None: not quantized."""
+    """Return `scheme` changed by the settings of a single layer; None: the layer is not quantized."""
     if layer.size("bits", 1) >= _UNQUANTIZED_BITS:
         return None
-    if not isinstance(scheme, Grouped):
-        return scheme
-    return replace(
-        scheme,
-        bits=layer.size("bits", scheme.bits),
-        group=scheme.group if layer.get("group_size") is None else group_size(layer, "group_size"),
-        symmetric=layer.flag("sym", scheme.symmetric),
-    )
+    return change_scheme(scheme, layer) if isinstance(scheme, Grouped) else scheme

@@ -24,5 +24,5 @@ def read_awq(keys: ConfigReader) -> QuantFacts:
 
 
 def group_size(keys: ConfigReader, key: str) -> int:
-    """Return the number of inputs that share a scale; -1: all."""
+    """Return the number of inputs that share a scale; -1: all inputs of an output."""
     return -1 if keys.get(key) in (None, -1) else keys.size(key)

@@ -34,8 +34,8 @@ _IN_ORDER = (None, False, "weight", "static")
 
 
 def read_compressed(keys: ConfigReader) -> QuantFacts:
-    """Read the config groups of compressed-tensors: each has a scheme for its target layers, except
-    those in `ignore`."""
+    """Read the config groups of compressed-tensors. Each has a scheme for its target layers; layers in
+    `ignore` are not quantized."""
     for key, content in (("sparsity_config", "sparse weights"), ("transform_config", "transformed weights")):
         value = keys.get(key)
         if value and not (
@@ -154,7 +154,7 @@ def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: s
 
 
 def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
-    """Read int weights of 8 bits, or of 4 bits that are packed or stored as 8."""
+    """Read int weights of 8 or 4 bits, packed or with a byte for each weight."""
     if format == _PACKED:
         return _grouped(weights, inputs)
     by = _granularity(weights)

@@ -11,7 +11,8 @@ from quire.errors import ConfigError
 
 
 class LayerRule(NamedTuple):
-    """Layers with a dotted name that matches `pattern`, and their scheme; None: not quantized."""
+    """Regular expression for dotted layer names, and the scheme of these layers; None: they are not
+    quantized."""
 
     pattern: str
     scheme: Scheme | None
@@ -39,20 +40,21 @@ class QuantFacts:
 
 
 def all_but(skipped: Iterable[str], scheme: Scheme | None) -> tuple[LayerRule, ...]:
-    """Return rules for all layers except those with one of these names, whole or between dots."""
+    """Return rules that give `scheme` to all layers, except those with a name in `skipped`: as their whole
+    name, or as a part of it between dots."""
     return (*(LayerRule(layer_pattern(name), None) for name in skipped), LayerRule("", scheme))
 
 
 def layer_pattern(*names: str) -> str:
-    """Return a pattern of layers with one of these names, whole or between dots. The prefix of the text part
-    of multimodal models is removed."""
+    """Return a regular expression for layers with one of these names: as their whole name, or as a part of it
+    between dots. The prefix `language_model.` of multimodal models is removed."""
     known = "|".join(re.escape(name.replace("language_model.", "")) for name in names)
     return rf"(^|\.)(?:{known})(\.|$)"
 
 
 def target_pattern(name: str) -> str:
-    """Return a pattern of layers with this name, which may have wildcards. A name after `re:` is itself a
-    pattern, for the beginning of layer names."""
+    """Return a regular expression for layers with this name, which may have wildcards. After `re:`, the name
+    is itself a regular expression for the beginning of layer names."""
     if not name.startswith("re:"):
         return fnmatch.translate(name.replace("language_model.", "")) if "*" in name else layer_pattern(name)
     try:

@@ -8,7 +8,7 @@ _BLOCK = [128, 128]
 
 
 def read_fp8(keys: ConfigReader) -> QuantFacts:
-    """Read `fp8`: one scale per tensor or per block."""
+    """Read the method `fp8`: one scale per tensor, or per block of 128 x 128 weights."""
     activations = keys.get("activation_scheme") or "dynamic"
     if activations not in ("static", "dynamic"):
         raise keys.wrong("activation_scheme", "'dynamic' or 'static'")

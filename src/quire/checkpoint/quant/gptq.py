@@ -31,29 +31,34 @@ def read_gptq(keys: ConfigReader) -> QuantFacts:
 
 
 def _read_dynamic(keys: ConfigReader, scheme: Grouped) -> tuple[LayerRule, ...]:
-    """Read `dynamic`: patterns for the beginning of layer names, each with changed settings. Layers that
-    match a pattern after `-:` are not quantized."""
+    """Read `dynamic`: regular expressions for the beginning of layer names, each with changed settings.
+    Layers that match an expression after `-:` are not quantized."""
     patterns = keys.get("dynamic") or {}
     if not isinstance(patterns, dict):
         raise keys.wrong("dynamic", "an object of patterns")
     rules = []
     for pattern, changes in patterns.items():
         regex = f"^(?:{re.sub(r'^[+-]:', '', pattern)})"
-        try:
-            re.compile(regex)
-        except re.error as error:
-            raise ConfigError(
-                f"{keys.source}: dynamic has {pattern!r}, which is not a valid pattern: {error}"
-            ) from error
-        is_plain = pattern.startswith("-:")
-        rules.append(LayerRule(regex, None if is_plain else _apply_changes(keys, scheme, changes or {})))
+        check_pattern(regex, f"{keys.source}: dynamic", pattern)
+        changed = None
+        if not pattern.startswith("-:"):
+            if not isinstance(changes or {}, dict):
+                raise keys.wrong("dynamic", "an object of patterns with an object each")
+            changed = change_scheme(scheme, ConfigReader(f"{keys.source}: dynamic", changes or {}))
+        rules.append(LayerRule(regex, changed))
     return tuple(rules)
 
 
-def _apply_changes(keys: ConfigReader, scheme: Grouped, changes: dict[str, object]) -> Grouped:
-    if not isinstance(changes, dict):
-        raise keys.wrong("dynamic", "an object of patterns with an object each")
-    changed = ConfigReader(f"{keys.source}: dynamic", changes)
+def check_pattern(pattern: str, source: str, written: str) -> str:
+    """Return a regular expression; raise if it is invalid, and quote its form in the config (`written`)."""
+    try:
+        return re.compile(pattern).pattern
+    except re.error as error:
+        raise ConfigError(f"{source} has {written!r}, which is not a valid pattern: {error}") from error
+
+
+def change_scheme(scheme: Grouped, changed: ConfigReader) -> Grouped:
+    """Return the scheme with the settings of single layers."""
     return replace(
         scheme,
         bits=changed.size("bits", scheme.bits),

@@ -11,16 +11,17 @@ from quire.errors import ConfigError
 
 METHOD = "hqq"
 FILE = "qmodel.pt"
-"""File of weights that hqq itself has saved; it has the settings of each layer beside the weight."""
+"""Weight file that hqq itself writes; it contains the settings of each layer as well."""
 _HEADER_BYTES = 100 << 20
 """Maximum size of the header of a safetensors file."""
 HQQ_AS_STORED = QuantFacts(METHOD, all_but((), Hqq()))
 _STORED_BITS = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1.58: 2, 1: 1}
-"""Bits of a stored code, by nbits."""
+"""Bits of a stored value, by nbits of the settings."""
 
 
 def read_hqq(keys: ConfigReader) -> QuantFacts:
-    """Read the scheme of all layers, or by tag: the name of a layer without `model`, `layers` and numbers."""
+    """Read the scheme of all layers, or one scheme for each tag: a layer name without `model`, `layers` and
+    numbers."""
     settings = keys.get("quant_config")
     if not isinstance(settings, dict) or not settings:
         raise keys.wrong("quant_config", "an object with weight_quant_params, or one for each kind of layer")
@@ -36,7 +37,7 @@ def read_hqq(keys: ConfigReader) -> QuantFacts:
 
 
 def is_saved_by_hqq(path: Path) -> bool:
-    """Whether hqq itself has saved the weights of a directory: it writes no quantization_config."""
+    """Whether the weights in a directory were saved by hqq itself, which writes no quantization_config."""
     if (path / FILE).is_file():
         return True
     first = next(filter(Path.is_file, sorted(path.glob("*.safetensors"))), None)

@@ -22,12 +22,12 @@ _MIXED = "MIXED_PRECISION"
 """The quant_algo of a checkpoint with a format for each layer."""
 _OTHER_EXPERT = re.compile(r"\.experts\.[1-9]")
 _GROUPS = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
-"""Number of inputs per scale, of formats with blocks."""
+"""Number of inputs per scale, by quant_algo, for formats with a scale per block of inputs."""
 
 
 def read_modelopt(keys: ConfigReader) -> QuantFacts:
-    """Read the scheme of all layers, or of each in `quantized_layers`. Names of excluded layers may have
-    wildcards; the settings may be nested in `quantization`."""
+    """Read the scheme of all layers, or that of each layer in `quantized_layers`. Names of excluded layers
+    may have wildcards. In hf_quant_config.json the settings are nested in `quantization`."""
     if isinstance(inner := keys.get("quantization"), dict):
         keys = ConfigReader(f"{keys.source}: quantization", inner)
     names = keys.names("ignore") + keys.names("exclude_modules")
@@ -39,7 +39,8 @@ def read_modelopt(keys: ConfigReader) -> QuantFacts:
 
 def _read_layers(keys: ConfigReader) -> list[LayerRule]:
     """Read `quantized_layers`, the format of each layer by name. The rule of the most frequent format is the
-    last rule. Only the format of the first expert of a layer is read; the other experts have the same."""
+    last rule. Only the format of the first expert of a layer is read, since all experts have the same
+    format."""
     layers: Any = keys.get("quantized_layers")
     if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
         raise keys.wrong("quantized_layers", "an object with the quant_algo of each layer")
@@ -63,8 +64,8 @@ def _read_algo(keys: ConfigReader) -> Scheme:
 
 
 def _read_cache_dtype(keys: ConfigReader) -> str | None:
-    """Return the KV cache dtype of `kv_cache_quant_algo` or `kv_cache_scheme`. Other algorithms than FP8 are
-    ignored: the cache has the model's dtype."""
+    """Return the KV cache dtype from `kv_cache_quant_algo` or `kv_cache_scheme`. Algorithms other than FP8
+    are ignored, so that the cache has the model's dtype."""
     scheme = keys.get("kv_cache_scheme")
     is_float8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
     return "fp8_e4m3" if is_float8 or keys.get("kv_cache_quant_algo") == "FP8" else None

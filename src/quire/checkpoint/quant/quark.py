@@ -1,5 +1,6 @@
 """Quark: the settings that AMD's quantizer writes into config.json."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from quire.checkpoint.quant.facts import LayerRule, QuantFacts, target_pattern
@@ -10,7 +11,7 @@ from quire.errors import ConfigError
 METHOD = "quark"
 _BLOCK = 128
 _FP4 = {16: BlockFloat("nvfp4", tensor_scale="weight_scale_2"), 32: BlockFloat("mxfp4")}
-"""Schemes of fp4 weights by inputs per scale."""
+"""Schemes of fp4 weights, by the number of inputs per scale."""
 _KNOWN = (
     "supported are weights of fp8_e4m3 (per_tensor, per_channel, per_block of 128 x 128), symmetric int8 "
     "(per_tensor, per_channel) and fp4 (per_group of 16 or 32)"
@@ -42,8 +43,8 @@ def read_quark(keys: ConfigReader) -> QuantFacts:
 
 
 def _section(keys: ConfigReader, key: str) -> ConfigReader:
-    """Return the settings of a key; empty if the key is missing. Of a list, only the first settings are
-    returned: the second settings are about the scales of the first."""
+    """Return the object under `key`; empty if the key is missing. Of a list only the first object is
+    returned, since the second one describes how the scales of the first are quantized."""
     value: Any = keys.get(key) or {}
     value = value[0] if isinstance(value, list) else value
     if not isinstance(value, dict):
@@ -59,17 +60,12 @@ def _read_scheme(layer: ConfigReader) -> Scheme | None:
     weight, inputs = _section(layer, "weight"), _section(layer, "input_tensors")
     if not weight.values:
         return None
-    scheme = {"fp8_e4m3": _fp8, "int8": _int8, "fp4": _fp4}.get(str(weight.get("dtype")), _unknown)(
-        weight, inputs
-    )
+    read = _BY_DTYPE.get(str(weight.get("dtype")))
+    scheme = None if read is None else read(weight, inputs)
     if scheme is None or (is_two_level and not isinstance(scheme, BlockFloat)):
         settings = {key: weight.get(key) for key in ("dtype", "qscheme", "group_size", "symmetric")}
         raise ConfigError(f"{weight.source} has {settings}, which is not supported; {_KNOWN}")
     return scheme
-
-
-def _unknown(weight: ConfigReader, inputs: ConfigReader) -> None:
-    return None
 
 
 def _fp8(weight: ConfigReader, inputs: ConfigReader) -> Fp8 | None:
@@ -102,3 +98,7 @@ def _int8(weight: ConfigReader, inputs: ConfigReader) -> Int8 | None:
 
 def _fp4(weight: ConfigReader, inputs: ConfigReader) -> BlockFloat | None:
     return _FP4.get(weight.get("group_size") or 0) if weight.get("qscheme") == "per_group" else None
+
+
+_BY_DTYPE: dict[str, Callable[[ConfigReader, ConfigReader], Scheme | None]]
+_BY_DTYPE = {"fp8_e4m3": _fp8, "int8": _int8, "fp4": _fp4}

@@ -12,19 +12,20 @@ StoredShape = Callable[[str], tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a layer's weight is stored in fewer bits than it is computed in."""
+    """How the weight of a layer is stored in fewer bits than computations use."""
 
     marks: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of tensors that quantized layers of this scheme have, and unquantized layers do not."""
+    """Suffixes of tensors that only layers quantized by this scheme have, not unquantized layers."""
 
     def as_stored(self, layer: str, mark: str, size: int, shape_of: StoredShape) -> "Scheme":
-        """Return the scheme with the settings that only the stored tensors of `layer` show. The layer has
-        `size` weights and a tensor with the suffix `mark`."""
+        """Return the scheme with settings that only the stored tensors of `layer` show. The layer has `size`
+        weights, and a tensor with the suffix `mark` (one of `marks`)."""
         return self
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the approximate bits that a weight takes in memory, its share of the scales included."""
+        """Return the approximate number of bits that a weight takes in memory, including its part of the
+        scales."""
         return 8.02
 
 
@@ -73,8 +74,8 @@ class Grouped(Scheme):
     """Whether the inputs of a group are not consecutive: the checkpoint stores the group of each input."""
     layout: Literal["awq", "gptq", "gptq_v2", "compressed", "torchao", "torchao_pairs", "torchao_tiles"]
     intended_inputs: Literal["fp8", "int8"] | None = None
-    """Type of quantized inputs that the checkpoint was made for, or None. Quire does not quantize inputs of
-    these layers."""
+    """Type of quantized inputs that the checkpoint was made for; None: unquantized inputs. Quire never
+    quantizes the inputs of these layers."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -98,21 +99,22 @@ class BitsAndBytes(Scheme):
 
 
 _HQQ_FIELDS = {8: 1, 4: 2, 2: 4, 3: 10, 1: 8}
-"""Number of codes in a stored integer, by bits of a code."""
+"""Number of quantized values in a stored integer, by bits of a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hqq(Scheme):
-    """Integer weights with a scale and a fractional zero point per group of weights (HQQ)."""
+    """HQQ: integer weights with a scale and a fractional zero point per group of weights."""
 
     marks: ClassVar = ("W_q",)
     bits: int = 0
-    """Bits of a stored code; 0: `as_stored` takes the number from the stored tensors."""
+    """Bits of a stored value; 0: `as_stored` finds the number from the shapes of the stored tensors."""
     group: int = 0
     """Number of weights in a group; -1: all weights of an output (axis 1) or an input (axis 0); 0:
-    `as_stored` takes the number from the stored tensors."""
+    `as_stored` finds the number from the shapes of the stored tensors."""
     axis: int = 1
-    """1: a group has consecutive inputs; 0: a group has outputs at equal distances."""
+    """1: the weights of a group are consecutive inputs of one output; 0: they are at equal distances, in
+    several outputs."""
     layout: ClassVar = "hqq"
     fields: ClassVar = _HQQ_FIELDS
 
@@ -144,7 +146,7 @@ class Hqq(Scheme):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return 16 for groups along outputs, which are dequantized."""
+        """Return the bits per weight: 16 for groups along axis 0, since these weights are dequantized."""
         if self.axis == 0:
             return 16
         return (8 if self.bits > 4 else 4) + 48 / (self.group if self.group > 0 else 1024)
@@ -167,7 +169,8 @@ class BlockFloat(Scheme):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return 16 for the formats without a kernel, which are dequantized."""
+        """Return the bits per weight: 16 for formats without a kernel, since these weights are
+        dequantized."""
         return 4.25 if self.kind == "mxfp4" else 16
 
 

@@ -77,7 +77,7 @@ def _read_scheme(source: str, settings: Any) -> Scheme:
 
 
 def _type(entry: Any) -> str:
-    """Return the name of a nested setting: a class, or a value of an enumeration."""
+    """Return the name of a nested setting: a class name, or a value of an enumeration."""
     if not isinstance(entry, dict):
         return ""
     inner = entry.get("_data")
@@ -85,8 +85,8 @@ def _type(entry: Any) -> str:
 
 
 def _granularity(entry: Any) -> Literal["tensor", "channel"] | None:
-    """Return the granularity of the weight scales (in a list, the entry after that of activations); None: not
-    supported."""
+    """Return the granularity of the weight scales; None: it is not supported. In a list, the first entry is
+    that of activations and the last that of weights."""
     last = entry[-1] if isinstance(entry, list) and entry else entry
     return "channel" if last is None else _GRANULARITIES.get(_type(last))
 
