@@ -19,7 +19,8 @@ _HEAD = "lm_head"
 
 
 class _Table(nn.Module):
-    """A vector for each token of the vocabulary, sharded over the devices of a group."""
+    """Weight of an embedding or head: a row for each token of the vocabulary, sharded over the devices of a
+    group. With `unit` the rows are scaled to unit length after loading."""
 
     multiply: Callable[[Tensor], Tensor]
     """[T, hidden] -> [T, vocab]; set by `finish`."""

@@ -18,7 +18,7 @@ class ExpertRouter(Linear):
     quantizable = False
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
-        if moe.wide_router:  # float32, for which there are no adapters
+        if moe.wide_router:  # float32, for which there is no LoRA
             scope = replace(scope, dtype=torch.float32, adapters=None)
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
         if self.lora_layer is not None and scope.name in self.lora_layer.places:
@@ -35,7 +35,8 @@ class ExpertRouter(Linear):
         self.chosen = self.weight.chosen
 
     def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
-        """Return expert ids and weights, [T, per_token] each; `bias` affects only the choice."""
+        """Return expert ids and weights, [T, per_token] each; `bias` [experts] affects only the choice.
+        Record the ids in `batch.routes` if requests return them."""
         ids, weights = self.choose(x, bias, batch)
         if batch is not None and batch.routes is not None:
             batch.routes.append(ids)

@@ -22,8 +22,9 @@ _LEAST_OUTPUTS = 16
 
 
 class Linear(nn.Module):
-    """Computes x W^T + b and concatenates the outputs of `parts` (checkpoint name -> size). A part may list
-    its shards (`Runs`) in place of a size that is `divided` evenly."""
+    """Computes x W^T + b of one or several parts of a checkpoint, and concatenates their outputs. `parts`
+    maps the checkpoint name of each part to its number of outputs, or to their shards (`Runs`) if they are
+    not sharded evenly."""
 
     divided: ClassVar[Literal["outputs", "inputs"] | None] = None
     """Dimension that is sharded evenly over the group."""
@@ -57,7 +58,7 @@ class Linear(nn.Module):
         )
         self.weight = scope.linear(self.part_names, shape)
         self.lora_layer = self._build_lora(scope)
-        """LoRA layer; None if this linear layer takes no adapters."""
+        """LoRA layer; None if this linear layer has no LoRA support."""
 
     def _build_lora(self, scope: Scope) -> LoRALayer | None:
         slots = scope.adapters
@@ -85,7 +86,7 @@ class Linear(nn.Module):
         return orders[part] if orders else None
 
     def adapters_of(self, batch: Batch | None) -> tuple[LoRALayer, LoRATokens] | None:
-        """Return the layer's adapters and the slots of the tokens; None if no token has an adapter here."""
+        """Return the LoRA layer and the adapter slots of the tokens; None if no token has an adapter here."""
         if self.lora_layer is None:
             return None
         assert batch is not None, "a layer that takes adapters needs the batch: call layer(x, batch)"
@@ -126,7 +127,7 @@ class Linear(nn.Module):
         self.product = self.weight.product
 
     def multiply(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return [T, outputs of all parts], with the adapters of the batch. Only layers that take no adapters
+        """Return [T, outputs of all parts], with the adapters of the batch. Only layers without LoRA support
         may be called without a batch."""
         if self.lora_layer is None or (adapters := self.adapters_of(batch)) is None:
             return self.product(x)

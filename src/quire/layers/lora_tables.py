@@ -1,4 +1,4 @@
-"""Rows of embeddings and LM heads that adapters bring: whole tables, and rows of single tokens."""
+"""Embeddings and LM heads of adapters: whole ones that replace the model's, and rows of single tokens."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ _NO_TOKEN = -1
 
 
 class LoRAVocab(NamedTuple):
-    """Extra vocabulary rows of one adapter for one layer."""
+    """Rows of the tokens that one adapter adds or retrains, for the embedding or the LM head."""
 
     ids: Tensor
     """[k] int64; ids from the model's vocabulary size on are new tokens."""
@@ -25,14 +25,15 @@ class LoRAVocab(NamedTuple):
 
 
 class _SlotRows:
-    """Memory for `num_rows` rows of an embedding or head, by slot; `names` are its names in adapters."""
+    """Memory for `num_rows` rows of an embedding or head in each adapter slot. Adapters may use any of
+    `names` for the layer."""
 
     rows: Tensor
     """[slots, num_rows, hidden]"""
     _replace_by_rows: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes the logits of each token separately, so that the logits' bits do not depend on the batch."""
+    """Computes logits with adapter rows token by token, so that their bits do not depend on the batch."""
     _replace_by_slots: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes the logits of all tokens for each slot, without branches on the tokens' slots."""
+    """Computes logits with adapter rows for all tokens, slot by slot, without branches on slots."""
 
     def __init__(self, names: tuple[str, ...], slots: LoRASlots, num_rows: int, hidden: int) -> None:
         self.names, self.slots, self.num_rows, self.hidden = names, slots, num_rows, hidden
@@ -52,8 +53,8 @@ class _SlotRows:
 
 
 class LoRATable(_SlotRows):
-    """An embedding or LM head that an adapter replaces entirely (modules_to_save). Each device of a group has
-    a shard of the rows."""
+    """An embedding or LM head that an adapter replaces entirely (modules_to_save). Each device of the
+    tensor-parallel group has a shard of the rows."""
 
     def __init__(
         self, names: tuple[str, ...], slots: LoRASlots, shard: Shard, hidden: int, group: Group
@@ -100,10 +101,10 @@ class LoRATable(_SlotRows):
 
 
 class LoRAVocabRows(_SlotRows):
-    """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains. Each slot has
-    `slots.max_extra_vocab` extra rows, replicated on all devices of a group. Kernels read the extra rows only
-    in steps where some token's adapter has extra rows (`LoRATokens.uses_extra_vocab`). A `tied` head without
-    rows of its own in an adapter takes the adapter's embedding rows."""
+    """Rows of an embedding or LM head for tokens that an adapter adds or retrains. Each slot has
+    `slots.max_extra_vocab` such rows, replicated on all devices of a group. Kernels read them only in steps
+    where the adapter of some token has any (`LoRATokens.uses_extra_vocab`). If an adapter has no head rows
+    and the head is `tied`, the head uses the adapter's embedding rows."""
 
     def __init__(
         self, names: tuple[str, ...], slots: LoRASlots, vocab: int, hidden: int, *, tied: bool
@@ -116,7 +117,7 @@ class LoRAVocabRows(_SlotRows):
         self._counts = [0] * slots.max_slots
 
     def put(self, slot: int, vocab: LoRAVocab | None) -> None:
-        """Store the extra rows of a slot's adapter; `vocab` is None if the adapter has no extra rows."""
+        """Store the rows of a slot's adapter; `vocab` is None if the adapter has no such rows."""
         count = self._counts[slot] = 0 if vocab is None else len(vocab.ids)
         self._ids[slot].fill_(_NO_TOKEN)
         if vocab is not None:
@@ -124,7 +125,7 @@ class LoRAVocabRows(_SlotRows):
             self.rows[slot, :count].copy_(vocab.rows, non_blocking=True)
 
     def num_new(self, vocab: LoRAVocab) -> int:
-        """Return the number of tokens that the model does not have."""
+        """Return the number of tokens of `vocab` that the model does not have."""
         return int((vocab.ids >= self.vocab).sum())
 
     def inside(self, token_ids: Tensor) -> Tensor:

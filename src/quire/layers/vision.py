@@ -106,7 +106,8 @@ class VisionAttention(nn.Module):
         self.out = RowLinear(heads * head_dim, hidden, scope / style.out, bias=style.out_bias)
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        """Attend within each span and return [T, hidden]."""
+        """Attend within each span, such as an image; return [T, hidden]. `angles` are RoPE cosines and
+        sines."""
         qkv = self.qkv.multiply(x)
         if len(self.norms):
             weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
@@ -229,7 +230,8 @@ def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIG
 
 class PatchEmbedding(LoadedModule):
     """Patch embedding: a convolution with stride equal to its kernel, computed as a GEMM of flat patches.
-    `kernel` is the shape of a patch in the checkpoint: (channels, [frames,] height, width) or (numbers,)."""
+    `kernel` is the shape of a patch in the checkpoint: (channels, [frames,] height, width), or (size,) of a
+    flat patch."""
 
     def __init__(self, kernel: tuple[int, ...], hidden: int, scope: Scope, *, bias: bool = True) -> None:
         super().__init__()
@@ -239,7 +241,7 @@ class PatchEmbedding(LoadedModule):
         self.bias = frozen_parameter(scope.empty(hidden)) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Project flat patches [T, numbers of a patch] of any float dtype to [T, hidden]."""
+        """Project flat patches [T, size of a patch] of any float dtype to [T, hidden]."""
         return F.linear(patches.to(self.weight.dtype), self.weight, self.bias)
 
     def targets(self) -> Iterator[Target]:
@@ -255,7 +257,7 @@ def patches_of(pixels: Tensor, size: int) -> Tensor:
 
 
 class Learned(LoadedModule):
-    """A checkpoint tensor that is used as it is, such as position embeddings; the scope has its name."""
+    """A checkpoint tensor that is used as it is, such as position embeddings; `scope.name` is its name."""
 
     def __init__(self, scope: Scope, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
