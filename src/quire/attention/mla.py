@@ -60,7 +60,7 @@ class MLASpec:
 
 
 class MLAEntry(NamedTuple):
-    """Inputs of a cache write: the norm of latents, the RoPE table, the slots."""
+    """Inputs of a cache write: the norm of latents, the RoPE table and positions, the slots and the cache."""
 
     norm: Tensor
     eps: float
@@ -96,13 +96,15 @@ class MLALoRA(NamedTuple):
         return keys, values
 
     def select(self, ranks: Tensor) -> Tensor:
-        """Keep each token's own slot of [T, heads, slots, adapter's rank]; set the other slots to zero."""
+        """Return `ranks` [T, heads, slots, adapter's rank] with zeros in all slots but the one of each
+        token's adapter."""
         slots = torch.arange(len(self.a), device=ranks.device)
         return torch.where((self.tokens[:, None] == slots)[:, None, :, None], ranks, 0.0)
 
     def add(self, kv: Tensor, latents: Tensor, first: int, owners: Tensor) -> None:
-        """Add the adapters' outputs from index `first` on to `kv` [keys, outputs]. `owners` [keys] holds for
-        each key the index of a token of its sequence, which has the sequence's adapter slot."""
+        """Apply the adapters to `latents` [keys, rank] and add their outputs from index `first` on to `kv`
+        [keys, outputs]. `owners` [keys] holds for each key the index of a token of its sequence, which has
+        the sequence's adapter slot."""
         b, size = self.b[:, first : first + kv.shape[1]], kv.shape[1]
         slots = self.ops.assigned(self.tokens[owners], len(self.a))
         self.ops.lora(kv, latents, self.a, b, (size,), slots)
@@ -164,7 +166,8 @@ class TorchMLA:
         spec: MLASpec,
         adapted: MLALoRA | None = None,
     ) -> Tensor:
-        """Return [T, heads, v_dim]. `weight` [heads, nope_dim + v_dim, rank] is kv_b_proj."""
+        """Return the attention output [T, heads, v_dim] of `q` [T, heads, query_dim] over the cache. `weight`
+        [heads, nope_dim + v_dim, rank] is kv_b_proj."""
         queries = torch.cat((absorb(q, weight, spec, adapted), q[..., spec.nope_dim :]), -1)
         mixed = self.mix(queries, cache[:, :, None], batch, spec)[..., : spec.rank]
         return release(mixed, weight, spec, adapted)
