@@ -52,7 +52,7 @@ _REFUSED = {
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
 }
-"""Unsupported configuration keys, which need more than two matrices beside a weight, and their meanings."""
+"""Configuration keys of unsupported methods, which need more than two matrices per weight: key -> method."""
 _CHANGES_BASE = ("pissa", "corda", "olora", "lora_ga", "loftq")
 """Initializations that change the weights of the model as well."""
 _NAME = re.compile(
@@ -63,7 +63,7 @@ _COPY = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+?)(?:\.base_layer)?\.we
 
 
 class Pair(NamedTuple):
-    """The two matrices of a layer, with their names in the file."""
+    """The LoRA matrices of a layer, with their names in the file."""
 
     names: tuple[str, str]
     a: Tensor
@@ -216,7 +216,7 @@ class LoRAReader:
             raise ConfigError(f"{name} is not a LoRA tensor")
 
     def _fits_of(self, layer: str, pair: Pair, settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-        """Yield the LoRA pairs of a layer; no pairs if the layer is left out or on another device."""
+        """Yield the LoRA pairs of a layer; no pairs if the layer is left out or of another pipeline stage."""
         name = re.sub(r"(\.base_layer)+$", "", layer)
         if (place := self._places.get(name)) is not None:
             yield settings.fit(name, place, pair)
@@ -283,8 +283,8 @@ def _use_one_thread() -> None:
 
 
 def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-    """Yield the pairs of all experts of a stack: A holds the ranks of each expert in turn, B the experts of
-    each rank. Some versions of PEFT swap inputs and outputs here."""
+    """Yield the pairs of all experts of a stack: Rows of A are ordered by expert, then rank; columns of B by
+    rank, then expert. Some versions of PEFT swap inputs and outputs here."""
     (rows, size_a), (size_b, columns) = pair.a.shape, pair.b.shape
     sizes = {by_expert[0].sizes: key for key, by_expert in stack.products.items()}
     is_swapped = (size_b, size_a) in sizes and (size_a, size_b) not in sizes
@@ -376,7 +376,7 @@ class LoRAConfigFile:
         return rank, alpha / (math.sqrt(rank) if self.by_root else rank)
 
     def fit(self, layer: str, place: LoRATarget, pair: Pair) -> LoRAPair:
-        """Return the pair for a place after checking its shapes."""
+        """Check the shapes of a layer's matrices, and return them as the pair of a target."""
         rank, scale = self.scale(layer)
         size_in, size_out = place.sizes
         for name, tensor, expected in zip(

@@ -64,7 +64,7 @@ TODAY = BertNames(
     ("post_attention_layernorm", "post_mlp_layernorm"),
     ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""Names of models with RoPE in current transformers, which also still writes the older names."""
+"""Names of models with RoPE in checkpoints of current transformers. Others have the older names below."""
 _NOMIC = BertNames(
     "encoder.layers",
     "attn",

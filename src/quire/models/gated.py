@@ -51,7 +51,7 @@ Flint = decoder_of(llama.layer_with(OffsetAttention))
 
 
 class LogitRouter(ExpertRouter):
-    """Router that adds the bias of the choice to the logits, not to their sigmoid."""
+    """Router that adds the bias for the choice of experts to the logits, not to their sigmoid."""
 
     def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
         logits = self.multiply(x.float(), batch)
@@ -63,7 +63,7 @@ class LogitRouter(ExpertRouter):
 
 
 class KolibriMixture(MoE):
-    """MoE block with a router by logits. The scope is the layer's."""
+    """MoE block with `LogitRouter`. The scope is the layer's."""
 
     Chooser = LogitRouter
 
@@ -118,7 +118,7 @@ class BeamAttention(llama4.Attention):
 
 
 class BeamLayer(SandwichLayer):
-    """Attention, then MLP or experts, each with a norm before and after; depth scales the residual sums."""
+    """Attention, then MLP or experts, each with a norm before and after. Residuals and outputs are scaled."""
 
     Mixer: LayerFactory = BeamAttention
 

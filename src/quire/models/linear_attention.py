@@ -103,7 +103,7 @@ Ling3 = decoder_of(Ling3Layer, embedding="word_embeddings", attention="attention
 
 
 class MiniMaxLayer(llama.Layer):
-    """Lightning or softmax attention, then experts. Residuals start after the norms and have factors."""
+    """Lightning or softmax attention, then experts. Residuals are normed inputs; both addends are scaled."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)

@@ -32,7 +32,7 @@ _NAMES = ("model.vision_tower.vision_model", "model.vision_tower", "model.vision
 class ViT(nn.Module):
     """Patch and position embeddings, the first `depth` layers, and with `is_normed` the final norm.
 
-    CLIP also has a class embedding at the front, a norm before the layers, and no bias of patches.
+    CLIP also has a class embedding at the front, a norm before the layers, and no bias of patch embeddings.
     """
 
     def __init__(self, facts: ViTFacts, depth: int, scope: Scope, *, is_normed: bool = False) -> None:
@@ -252,8 +252,8 @@ class Idefics3(FixedSizeTower):
 
 
 def compute_position_ids(side: int) -> Tensor:
-    """Return the position id of each patch by its start as a fraction of the side in float32. Rounding gives
-    some patches the id of an adjacent one; the models were trained that way."""
+    """Return the position id of each patch, from its start as a fraction of the image's side in float32.
+    Rounding gives some patches the id of an adjacent one; the models were trained that way."""
     borders = torch.arange(1 / side, 1.0, 1 / side)
     begins = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
     along = torch.bucketize(begins, borders, right=True)

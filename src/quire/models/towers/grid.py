@@ -44,7 +44,8 @@ def _grids_of(items: Sequence[Mapping[str, Tensor]]) -> list[PatchGrid]:
 
 
 class PatchLayout(NamedTuple):
-    """Inputs of an encoder that depend on the shapes of its items only."""
+    """Inputs of an encoder that depend only on the shapes of items: attention spans, RoPE angles,
+    positions."""
 
     images: Spans
     angles: Angles

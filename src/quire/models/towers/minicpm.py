@@ -91,7 +91,7 @@ class NaViT(nn.Module):
         return spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
 
     def position_ids(self, grid: Grid) -> Tensor:
-        """Return the position ids of patches, by their start as a fraction of the side in float32."""
+        """Return the position id of each patch, from its start as a fraction of the side in float32."""
         side = self.facts.vit.side
         grid = (1, math.prod(grid)) if self.facts.in_one_row else grid
         borders = torch.arange(1 / side, 1.0, 1 / side)

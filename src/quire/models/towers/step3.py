@@ -45,8 +45,8 @@ def _interpolated(table: Tensor, side: int, **options: Any) -> Tensor:
 
 
 class WindowTower(Tower):
-    """Base of encoders over a square and its windows. `pixels` of an item is [3, side, side]; `windows`, if
-    any, is [windows, 3, s, s]."""
+    """Base of encoders over a square image and its windows (crops). `pixels` of an item is [3, side, side];
+    `windows`, if any, is [windows, 3, s, s]."""
 
     facts: StepFacts | Step3Facts
     reduce: nn.Module
@@ -64,7 +64,7 @@ class WindowTower(Tower):
         return vectors.view(len(x), -1, vectors.shape[1])
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode the items; the windows of an item come before the whole image."""
+        """Encode the items; the vectors of an item's windows come before those of its whole image."""
         wholes = self(torch.stack([item["pixels"] for item in items]))
         counts = [len(item["windows"]) if "windows" in item else 0 for item in items]
         windows = [item["windows"] for item in items if "windows" in item]
