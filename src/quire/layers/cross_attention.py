@@ -73,8 +73,8 @@ class CrossAttention(nn.Module):
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
     def forward(self, x: Tensor, cross_batch: Batch) -> Tensor:
-        """Attend with each token of x [T, hidden] to the encoder vectors of its sequence; return [T, hidden].
-        `cross_batch` is made by `CrossAttentionCache.cross_batch`."""
+        """Return the attention [T, hidden] of the tokens x [T, hidden] to the encoder vectors of their
+        sequences. `cross_batch` is made by `CrossAttentionCache.cross_batch`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         q = self.q(x, cross_batch).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.records_queries else None

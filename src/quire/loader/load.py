@@ -354,7 +354,7 @@ def _as_stored(
 
 
 def _trim_text(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
-    """Shorten the tensor of a text to the text's length in the checkpoint."""
+    """Trim the tensor of a text to the text's length in the checkpoint."""
     shape = stored.get(target.name, ())
     return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 
