@@ -106,7 +106,7 @@ class VisionAttention(nn.Module):
         self.out = RowLinear(heads * head_dim, hidden, scope / style.out, bias=style.out_bias)
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        """Attend within each span, such as an image, and return [T, hidden]. `angles` are of RoPE."""
+        """Attend within each span, such as an image, and return [T, hidden]. `angles` rotate Q and K."""
         qkv = self.qkv.multiply(x)
         if len(self.norms):
             weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
