@@ -171,14 +171,26 @@ class LoRAReader:
     # ---- matching tensors to layers
 
     def _fits(self, tensors: dict[str, Tensor], settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-        pairs, left_out = self._pairs(tensors), []
-        for layer, pair in pairs.items():
-            layer_fits = list(self._fits_of(layer, pair, settings))
-            if not layer_fits:
-                left_out.append(layer)
-            yield from layer_fits
-        if left_out and self.slots.only:
-            log.warning("Ignored %d layers of an adapter that are not in lora_target_modules", len(left_out))
+        """Yield the matrices of all targets on this device, without layers outside of lora_target_modules."""
+        num_ignored = 0
+        for name, pair in self._pairs(tensors).items():
+            if (place := self._places.get(name)) is not None:
+                yield settings.fit(name, place, pair)
+            elif (stack := self._stacks.get(name)) is not None:
+                yield from _split_stack(name, stack, pair, settings)
+            elif reason := self._refusal(name):
+                raise ConfigError(f"{pair.names[0]}: {reason}")
+            elif is_of_other_stage(name, self.layers) or self._is_unused(name):
+                continue
+            elif self.slots.takes(name):
+                raise ConfigError(
+                    f"{pair.names[0]} is for a layer that the model does not have, "
+                    "or one without LoRA support"
+                )
+            else:
+                num_ignored += 1
+        if num_ignored:
+            log.warning("Ignored %d layers of an adapter that are not in lora_target_modules", num_ignored)
 
     def _pairs(self, tensors: dict[str, Tensor]) -> dict[str, Pair]:
         names: dict[str, dict[str, str]] = {}
@@ -187,7 +199,8 @@ class LoRAReader:
             if match is None:
                 self._check_copy(name, tensor)
                 continue
-            names.setdefault(match["layer"], {})[match["which"]] = name
+            layer = re.sub(r"(\.base_layer)+$", "", match["layer"])
+            names.setdefault(layer, {})[match["which"]] = name
             if tensor.ndim != 2 or not tensor.is_floating_point():
                 raise ConfigError(
                     f"{name} is {tensor.dtype} of the shape {tuple(tensor.shape)}, expected a matrix"
@@ -214,22 +227,6 @@ class LoRAReader:
                 )
         elif not is_elsewhere:
             raise ConfigError(f"{name} is not a LoRA tensor")
-
-    def _fits_of(self, layer: str, pair: Pair, settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-        """Yield the LoRA pairs of a layer; no pairs if the layer is left out or of another pipeline stage."""
-        name = re.sub(r"(\.base_layer)+$", "", layer)
-        if (place := self._places.get(name)) is not None:
-            yield settings.fit(name, place, pair)
-        elif (stack := self._stacks.get(name)) is not None:
-            yield from _split_stack(name, stack, pair, settings)
-        elif reason := self._refusal(name):
-            raise ConfigError(f"{pair.names[0]}: {reason}")
-        elif (
-            not is_of_other_stage(name, self.layers) and not self._is_unused(name) and self.slots.takes(name)
-        ):
-            raise ConfigError(
-                f"{pair.names[0]} is for a layer that the model does not have, or one without LoRA support"
-            )
 
     def _refusal(self, name: str) -> str | None:
         return next((reason for at, reason in self._refused.items() if f"{name}.".startswith(f"{at}.")), None)
