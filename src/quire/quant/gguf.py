@@ -213,6 +213,8 @@ class GGUFExperts(StoredExperts):
 class GGUFExpertsOnGPU(GGUFExperts):
     """GGUF experts in the planes of the GPU kernels; gate and up of an expert are adjacent."""
 
+    adapts = False
+
     def finish(self) -> None:
         from quire.kernels.triton.gguf_launch import mix
 
