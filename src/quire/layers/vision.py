@@ -14,7 +14,14 @@ from quire.kernels.reference.activations import ACTIVATIONS
 from quire.kernels.reference.encoder import Angles as Angles
 from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.encoder_attention import attend_on, rotate_on
-from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKVLinear, RowLinear
+from quire.layers.linear import (
+    ColumnLinear,
+    GateUpLinear,
+    KeysWithoutBias,
+    QKVLinear,
+    RowLinear,
+    WholeLinear,
+)
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import ALONE
@@ -265,6 +272,23 @@ class Learned(LoadedModule):
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.vectors)
+
+
+class FusedAttention(nn.Module):
+    """Attention whose query, key and value projections are stored as one tensor (in_proj), with biases."""
+
+    def __init__(self, hidden: int, heads: int, scope: Scope) -> None:
+        super().__init__()
+        self.heads = heads
+        self.weight = Learned(scope / "in_proj_weight", 3 * hidden, hidden)
+        self.bias = Learned(scope / "in_proj_bias", 3 * hidden)
+        self.out = WholeLinear(hidden, hidden, scope / "out_proj", bias=True)
+
+    def project(self, *inputs: Tensor) -> list[Tensor]:
+        """Project inputs of queries, keys and values, [..., L, hidden] each, to [..., heads, L, head_dim]."""
+        weights, biases = self.weight.vectors.chunk(3), self.bias.vectors.chunk(3)
+        projected = map(F.linear, inputs, weights, biases)
+        return [x.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for x in projected]
 
 
 class DownsamplingConv(nn.Module):

@@ -21,8 +21,9 @@ from quire.checkpoint.multimodal.llava import LlavaFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.patch_positions import position_ids
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, patches_of, vision_layers
+from quire.layers.vision import FusedAttention, Learned, PatchEmbedding, VisionMLP, patches_of, vision_layers
 from quire.models.towers.fixed_size import FixedSizeTower, pixel_shuffle
 
 _NAMES = ("model.vision_tower.vision_model", "model.vision_tower", "model.vision_model")
@@ -106,22 +107,14 @@ class SiglipEmbedding(FixedSizeTower):
         vit, head = self.facts.vit, scope / "model" / "vision_model" / "head"
         self.vit = ViT(vit, vit.layers, scope, is_normed=True)
         self.probe = Learned(head / "probe", 1, 1, vit.hidden)
-        attention = head / "attention"
-        self.weight = Learned(attention / "in_proj_weight", 3 * vit.hidden, vit.hidden)
-        self.bias = Learned(attention / "in_proj_bias", 3 * vit.hidden)
-        self.out = WholeLinear(vit.hidden, vit.hidden, attention / "out_proj", bias=True)
+        self.attention = FusedAttention(vit.hidden, vit.heads, head / "attention")
         self.norm = LayerNorm(vit.hidden, vit.norm_eps, head / "layernorm")
         self.mlp = VisionMLP(vit.hidden, vit.intermediate, head / "mlp", activation=vit.activation)
 
     def forward(self, pixels: Tensor) -> Tensor:
         states, probe = self.vit(pixels), self.probe.vectors.expand(len(pixels), -1, -1)
-        weights, biases = self.weight.vectors.chunk(3), self.bias.vectors.chunk(3)
-        queries, keys, values = (
-            F.linear(x, weight, bias).unflatten(-1, (self.facts.vit.heads, -1)).transpose(1, 2)
-            for x, weight, bias in zip((probe, states, states), weights, biases, strict=True)
-        )
-        mixed = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
-        x = self.out(mixed.flatten(1))
+        mixed = F.scaled_dot_product_attention(*self.attention.project(probe, states, states))
+        x = self.attention.out(mixed.transpose(1, 2).flatten(1))
         vectors: Tensor = x + self.mlp(self.norm.alone(x))
         return vectors[:, None]
 
@@ -254,10 +247,8 @@ class Idefics3(FixedSizeTower):
 def compute_position_ids(side: int) -> Tensor:
     """Return the position id of each patch, from its start as a fraction of the image's side in float32.
     Rounding gives some patches the id of an adjacent one; the models were trained that way."""
-    borders = torch.arange(1 / side, 1.0, 1 / side)
-    begins = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
-    along = torch.bucketize(begins, borders, right=True)
-    return (along[:, None] * side + along).flatten()
+    starts = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+    return position_ids((starts, starts), side)
 
 
 class GemmaProjector(nn.Module):

@@ -15,6 +15,7 @@ from quire.kernels.reference.ops import rotate
 from quire.layers.encoder_attention import attend_on
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
+from quire.layers.patch_positions import axial_frequencies, grid_places
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models.towers.any_size import AnySizeTower, Grid, channel_last_patches, grid_of
@@ -118,7 +119,7 @@ class Gemma4Tower(AnySizeTower):
         pixels = [item["pixels"] for item in items]
         grids = [grid_of(image, patch) for image in pixels]
         flat = torch.cat([channel_last_patches(image[None], patch) for image in pixels])
-        columns, rows = (torch.cat(parts) for parts in zip(*map(self._places, grids), strict=True))
+        rows, columns = torch.cat([grid_places(grid, self.device) for grid in grids]).unbind(1)
         table = self.table.vectors
         x = self.patches((2 * flat - 1).to(table.dtype)) + table[0][columns] + table[1][rows]
         axes = [self._angles(columns), self._angles(rows)]
@@ -132,15 +133,9 @@ class Gemma4Tower(AnySizeTower):
         vectors: Tensor = self.project(unit_norm(torch.cat(means), self.facts.norm_eps).to(x.dtype))
         return list(vectors.split([len(part) for part in means]))
 
-    def _places(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Return the column and the row of each patch."""
-        rows, columns = (torch.arange(count, device=self.device) for count in grid)
-        return columns.repeat(grid[0]), rows.repeat_interleave(grid[1])
-
     def _angles(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.facts.head_dim // 2
-        powers = torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half
-        angles = (places[:, None] * self.facts.theta**-powers)[:, None]
+        frequencies = axial_frequencies(self.facts.head_dim, self.facts.theta, self.device)
+        angles = (places[:, None] * frequencies)[:, None]
         dtype = self.table.vectors.dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
 

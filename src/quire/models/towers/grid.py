@@ -14,6 +14,7 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.norm import Norm, RMSNorm
+from quire.layers.patch_positions import axial_frequencies, axial_rope
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, PatchEmbedding, VisionMLP, VisionStyle
 from quire.models.towers import Tower
@@ -174,10 +175,8 @@ class GridTower(Tower):
 
     def angles(self, places: Tensor) -> Angles:
         """Return 2D RoPE angles: half of each head rotates by the row, half by the column."""
-        half = self.facts.hidden // self.facts.heads // 2
-        frequencies = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
-        angles = (places[:, :, None] * frequencies).flatten(1)
-        return angles.cos(), angles.sin()
+        head_dim = self.facts.hidden // self.facts.heads
+        return axial_rope(places, axial_frequencies(head_dim, _THETA, self.device))
 
     def images(self, grids: Sequence[PatchGrid]) -> Spans:
         """Return the attention spans: the patches of one image, or of one time step of a video."""

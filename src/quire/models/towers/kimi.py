@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.kimi import MoonFacts
 from quire.layers.norm import LayerNorm
+from quire.layers.patch_positions import axial_frequencies, grid_places
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
 from quire.models.towers.any_size import AnySizeTower, Grid, grid_of, split_by_item
@@ -44,9 +45,7 @@ class MoonViT(nn.Module):
         self.places = Learned(embed / "pos_emb" / "weight", facts.rows, facts.columns, facts.hidden)
         self.layers = vision_layers(facts, facts.layers, encoder / "blocks", _STYLE)
         self.last_norm = LayerNorm(facts.hidden, _EPS, encoder / "final_layernorm")
-        dim = facts.hidden // facts.heads
-        powers = torch.arange(0, dim, 4, device=scope.device, dtype=torch.float32) / dim
-        self.frequencies = _THETA**-powers
+        self.frequencies = axial_frequencies(facts.hidden // facts.heads, _THETA, scope.device)
         """RoPE frequencies: even pairs rotate by the column, odd pairs by the row."""
 
     def forward(self, images: Sequence[Tensor], clips: Sequence[Clip]) -> Tensor:
@@ -81,12 +80,8 @@ class MoonViT(nn.Module):
 
     def angles(self, grid: Grid) -> Tensor:
         """Return the 2D RoPE angles of a grid's patches, [patches, head_dim / 2]."""
-        frequencies = self.frequencies
-        rows, columns = (
-            torch.arange(size, device=frequencies.device)[:, None] * frequencies for size in grid
-        )
-        by_column, by_row = columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)
-        return torch.stack((by_column, by_row), -1).flatten(2).flatten(0, 1)
+        places = grid_places(grid, self.frequencies.device).flip(1)
+        return (places[:, None] * self.frequencies[:, None]).flatten(1)
 
 
 class KimiVL(AnySizeTower):

@@ -13,6 +13,7 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.step3 import Step3Facts, StepFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
+from quire.layers.patch_positions import axial_frequencies, axial_rope, grid_places
 from quire.layers.scope import Scope
 from quire.layers.vision import (
     Angles,
@@ -122,12 +123,9 @@ class StepVL(WindowTower):
 
     def angles(self, side: int, count: int) -> Angles:
         """Return 2D RoPE angles: one half of each head rotates by the column, the other by the row."""
-        half = self.facts.vit.hidden // self.facts.vit.heads // 2
-        frequencies = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
-        angles = torch.arange(side, device=self.device)[:, None] * frequencies
-        by_column, by_row = angles[None].expand(side, -1, -1), angles[:, None].expand(-1, side, -1)
-        both = torch.cat((by_column, by_row), -1).flatten(0, 1).repeat(count, 1)
-        return both.cos(), both.sin()
+        places = grid_places((side, side), self.device).flip(1).repeat(count, 1)
+        head_dim = self.facts.vit.hidden // self.facts.vit.heads
+        return axial_rope(places, axial_frequencies(head_dim, _THETA, self.device))
 
 
 class Step3(WindowTower):
