@@ -158,6 +158,20 @@ class ColumnLinear(OneLinear):
     divided = "outputs"
 
 
+class HeadGate(ColumnLinear):
+    """Projection to a scalar gate for each head of an attention output."""
+
+    def __init__(self, size_in: int, heads: int, scope: Scope) -> None:
+        super().__init__(size_in, heads, scope)
+        self.weigh = scope.ops.weigh
+
+    def scale(self, mixed: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        """Scale the heads of `mixed` [T, heads * size] in place by the sigmoid of the gates of x."""
+        gates = self.multiply(x, batch)
+        self.weigh(mixed.view(-1, mixed.shape[1] // gates.shape[1]), gates.view(-1, 1))
+        return mixed
+
+
 class RowLinear(OneLinear):
     """A row-parallel linear layer: sharded inputs, and all-reduced outputs unless `sums=False`."""
 
