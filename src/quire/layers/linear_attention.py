@@ -76,7 +76,7 @@ class DeltaAttention(DecayMixer):
         if self.gate == "silu":
             y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=False)
         else:
-            y = self.norm.alone(y.view(-1, self.head_dim)).view(len(y), -1)
+            y = self.norm.normalize(y.view(-1, self.head_dim)).view(len(y), -1)
             y = self.ops.gate(y, gate, self.gate)
         return self.out(y, batch)
 
@@ -120,5 +120,5 @@ class LightningAttention(SSMMixer):
         if self.group.size > 1:
             y = norm_sharded_parts(y, (self.norm.weight,), self.norm.eps, group=self.group)
         else:
-            y = self.norm.alone(y)
+            y = self.norm.normalize(y)
         return self.out(self.ops.gate(y, gate, "sigmoid"), batch)

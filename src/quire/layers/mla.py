@@ -159,7 +159,7 @@ class SparseIndexer(nn.Module):
         tokens that the queries of `q_latent` [T, q_latent] select."""
         facts = self.facts
         queries = self._rotate(self.q(q_latent, batch).view(len(x), facts.heads, facts.dim), batch)
-        new_keys = self._rotate(self.k_norm.alone(self.k(x, batch))[:, None], batch)[:, 0]
+        new_keys = self._rotate(self.k_norm.normalize(self.k(x, batch))[:, None], batch)[:, 0]
         sparse_indices.keep(new_keys, keys, batch.slots)
         weights = self.weights(x, batch).float() * self.scale
         return sparse_indices.pick(queries, weights, keys, batch, facts.top_k)

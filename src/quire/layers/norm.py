@@ -34,13 +34,13 @@ class Norm(LoadedModule):
         """Return the norm of x + residual, and the sum itself, which replaces the values of `residual`.
         Without a residual, the sum is x."""
         if residual is None:
-            return self.alone(x), x
-        return self.added(x, residual), residual
+            return self.normalize(x), x
+        return self.add_and_normalize(x, residual), residual
 
-    def alone(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add x to `residual` in place and return the norm of the sum."""
         raise NotImplementedError
 
@@ -59,10 +59,10 @@ class RMSNorm(Norm):
     def __init__(self, size: int | Shard, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
         super().__init__(size, eps, scope, torch.float32 if plus_one else scope.dtype, plus_one)
 
-    def alone(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         return self.ops.norm(x, self.weight, self.eps)
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.ops.add_norm(x, residual, self.weight, self.eps)
 
 
@@ -75,10 +75,10 @@ class LayerNorm(Norm):
         super().__init__(size, eps, scope, scope.dtype, plus_one)
         self.bias = frozen_parameter(scope.empty(self.run.size)) if bias else None
 
-    def alone(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
     def targets(self) -> Iterator[Target]:

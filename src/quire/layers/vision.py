@@ -121,7 +121,7 @@ class VisionAttention(nn.Module):
         heads = qkv.view(len(x), -1, self.qkv.head_dim)
         parts = heads.split(self.qkv.heads, 1)
         for norm, part in zip(self.head_norms, parts, strict=False):
-            part.copy_(norm.alone(part.reshape(-1, self.qkv.head_dim)).view(part.shape))  # type: ignore[operator]
+            part.copy_(norm.normalize(part.reshape(-1, self.qkv.head_dim)).view(part.shape))  # type: ignore[operator]
         if angles is not None:
             self.rotate(heads[:, : 2 * self.qkv.heads], angles)
         q, k, v = parts
@@ -187,16 +187,16 @@ class VisionLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), spans, angles)
-        return x + self.mlp(self.mlp_norm.alone(x))
+        x = x + self.attention(self.attention_norm.normalize(x), spans, angles)
+        return x + self.mlp(self.mlp_norm.normalize(x))
 
 
 class PostNormVisionLayer(VisionLayer):
     """Encoder layer with norms of the outputs of attention and MLP, not of their inputs."""
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        x = x + self.attention_norm.alone(self.attention(x, spans, angles))
-        return x + self.mlp_norm.alone(self.mlp(x))
+        x = x + self.attention_norm.normalize(self.attention(x, spans, angles))
+        return x + self.mlp_norm.normalize(self.mlp(x))
 
 
 class ScaledVisionLayer(VisionLayer):
@@ -207,9 +207,9 @@ class ScaledVisionLayer(VisionLayer):
         self.attention_scale, self.mlp_scale = (Learned(scope / name, facts.hidden) for name in style.scales)
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        attended = self.attention(self.attention_norm.alone(x), spans, angles)
+        attended = self.attention(self.attention_norm.normalize(x), spans, angles)
         x = x + self.attention_scale.vectors * attended
-        return x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.alone(x))
+        return x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.normalize(x))
 
 
 class VisionLayers(nn.ModuleList):

@@ -129,9 +129,9 @@ class BeamLayer(SandwichLayer):
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         kept_mixer, mixer, kept_mlp, mlp = self.scales
         x, residual = self.attention_norm(x, residual)
-        mixed = self.ops.scale(self.attended_norm.alone(self.attention(x, batch)), mixer)
+        mixed = self.ops.scale(self.attended_norm.normalize(self.attention(x, batch)), mixer)
         x, residual = self.mlp_norm(mixed, self.ops.scale(residual, kept_mixer))
-        fed = self.ops.scale(self.fed_norm.alone(self.mlp(x, batch)), mlp)
+        fed = self.ops.scale(self.fed_norm.normalize(self.mlp(x, batch)), mlp)
         return fed, self.ops.scale(residual, kept_mlp)
 
 

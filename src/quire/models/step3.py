@@ -39,7 +39,7 @@ class LowRankQueries(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         latent, keys_values = self.down.multiply(x, batch).split(self.sizes, 1)
-        queries = self.up(self.norm.alone(latent), batch)
+        queries = self.up(self.norm.normalize(latent), batch)
         mixed = self.mix.attend(torch.cat((queries, keys_values), 1), batch)
         return self.out(mixed, batch)
 

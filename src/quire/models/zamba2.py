@@ -83,9 +83,9 @@ class SharedBlockUse(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, embeddings: Tensor) -> Tensor:
         block, mlp = self.block, self.block.mlp
-        qkv = self._project_qkv(block.norm.alone(torch.cat((x, embeddings), 1)), batch)
+        qkv = self._project_qkv(block.norm.normalize(torch.cat((x, embeddings), 1)), batch)
         mixed = self.mix.attend(qkv, batch)
-        x = block.mlp_norm.alone(block.out(mixed, batch))
+        x = block.mlp_norm.normalize(block.out(mixed, batch))
         gate_up = self.more_gate_up(mlp.gate_up.multiply(x, batch), x, batch)
         down = mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation), batch)
         return self.linear(down, batch)
@@ -126,7 +126,7 @@ class Layer(nn.Module):
             x, residual = self.norm(x, residual)
             return self.mamba(x, batch), residual
         residual = x if residual is None else self.ops.add(residual, x)
-        x = self.norm.alone(self.ops.add(self.use(residual, batch, embeddings), residual))
+        x = self.norm.normalize(self.ops.add(self.use(residual, batch, embeddings), residual))
         return self.mamba(x, batch), residual
 
 

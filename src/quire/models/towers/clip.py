@@ -69,14 +69,14 @@ class ViT(nn.Module):
         count = x.shape[1]
         places = self.places.vectors
         x = (x + (places if self.order is None else places[self.order])).flatten(0, 1)
-        x = x if self.first_norm is None else self.first_norm.alone(x)
+        x = x if self.first_norm is None else self.first_norm.normalize(x)
         images = spans_of(np.full(len(pixels), count, np.int32), x.device)
         states = [x]
         for layer in self.layers:
             x = layer(x, images)
             if depths:
                 states.append(x)
-        x = x if self.last_norm is None else self.last_norm.alone(x)
+        x = x if self.last_norm is None else self.last_norm.normalize(x)
         out = torch.cat([states[depth] for depth in depths], -1) if depths else x
         return out.view(len(pixels), count, -1)
 
@@ -115,7 +115,7 @@ class SiglipEmbedding(FixedSizeTower):
         states, probe = self.vit(pixels), self.probe.vectors.expand(len(pixels), -1, -1)
         mixed = F.scaled_dot_product_attention(*self.attention.project(probe, states, states))
         x = self.attention.out(mixed.transpose(1, 2).flatten(1))
-        vectors: Tensor = x + self.mlp(self.norm.alone(x))
+        vectors: Tensor = x + self.mlp(self.norm.normalize(x))
         return vectors[:, None]
 
 
@@ -220,7 +220,7 @@ class Aya(FixedSizeTower):
         states = self.vit(pixels, self.facts.depths)[:, self.facts.first :]
         x = pixel_shuffle(states, self.facts.gather)
         flat = x.flatten(0, 1)
-        up, gate = self.up(flat if self.norm is None else self.norm.alone(flat)).chunk(2, -1)
+        up, gate = self.up(flat if self.norm is None else self.norm.normalize(flat)).chunk(2, -1)
         vectors: Tensor = self.down(F.silu(gate) * up)
         return vectors.view(*x.shape[:2], -1)
 
@@ -266,7 +266,7 @@ class GemmaProjector(nn.Module):
         """Project [N, patches, hidden] to [N, side * side, size_out]."""
         grid = x.view(len(x), self.side, self.square, self.side, self.square, -1)
         means = grid.mean((2, 4)).flatten(0, 2)
-        return (self.norm.alone(means) @ self.weight.vectors).view(len(x), self.side**2, -1)
+        return (self.norm.normalize(means) @ self.weight.vectors).view(len(x), self.side**2, -1)
 
 
 class Gemma3(FixedSizeTower):

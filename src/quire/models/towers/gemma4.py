@@ -63,7 +63,7 @@ class Gemma4VisionLayer(nn.Module):
         self.norms = nn.ModuleList(RMSNorm(hidden, eps, scope / f"{name}_layernorm") for name in names)
 
     def forward(self, x: Tensor, images: Spans, axes: Axes) -> Tensor:
-        before, after, before_mlp, after_mlp = (norm.alone for norm in self.norms)
+        before, after, before_mlp, after_mlp = (norm.normalize for norm in self.norms)
         x = x + after(self._attention(before(x), images, axes))  # type: ignore[operator]
         y = before_mlp(x)  # type: ignore[operator]
         return x + after_mlp(self.down(F.gelu(self.gate(y), approximate="tanh") * self.up(y)))  # type: ignore[operator]
@@ -71,7 +71,7 @@ class Gemma4VisionLayer(nn.Module):
     def _attention(self, x: Tensor, images: Spans, axes: Axes) -> Tensor:
         shape, size = (len(x), self.facts.heads, self.facts.head_dim), self.facts.head_dim
         q, k = (
-            _rotate_axes(norm.alone(part(x).view(-1, size)).view(shape), axes)
+            _rotate_axes(norm.normalize(part(x).view(-1, size)).view(shape), axes)
             for part, norm in ((self.q, self.q_norm), (self.k, self.k_norm))
         )
         v = unit_norm(self.v(x).view(shape), self.facts.norm_eps)

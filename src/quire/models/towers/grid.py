@@ -88,7 +88,7 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Merge [T, hidden] to [T / merge^2, size_out]."""
-        return self.mlp(self.norm.alone(x.view(-1, self.norm.run.size)).view(-1, self.size))
+        return self.mlp(self.norm.normalize(x.view(-1, self.norm.run.size)).view(-1, self.size))
 
 
 class GridTower(Tower):
@@ -122,11 +122,11 @@ class GridTower(Tower):
     def forward(self, x: Tensor, layout: Any) -> Tensor:
         """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         images, angles, positions = layout
-        x = x if self.first_norm is None else self.first_norm.alone(x)
+        x = x if self.first_norm is None else self.first_norm.normalize(x)
         x = x if positions is None else x + positions
         for layer in self.layers:
             x = layer(x, images, angles)
-        return self.merger(x if self.last_norm is None else self.last_norm.alone(x))
+        return self.merger(x if self.last_norm is None else self.last_norm.normalize(x))
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         return self.compute(modality, items, self.lay_out(modality, items))

@@ -56,7 +56,7 @@ class MoonViT(nn.Module):
             [self.angles((rows, columns)).repeat(frames, 1) for frames, rows, columns in clips]
         )
         x = self.layers(x, [math.prod(clip) for clip in clips], (angles.cos(), angles.sin()))
-        return self.last_norm.alone(x)
+        return self.last_norm.normalize(x)
 
     def clip_positions(self, clip: Clip) -> Tensor:
         """Return position embeddings [frames * patches, hidden]; several frames add a sinusoid of time."""

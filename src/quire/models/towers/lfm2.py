@@ -53,8 +53,8 @@ class Lfm2VL(AnySizeTower):
         """Encode flat patches of all images, with their grids, to [T / merge^2, size_out]."""
         x = self.patches(flat) + torch.cat([self._positions(grid) for grid in grids])
         x = self.layers(x, [math.prod(grid) for grid in grids])
-        squares = squares_of(self.last_norm.alone(x), grids, self.facts.merge).flatten(1)
-        return self.projector(squares if self.norm is None else self.norm.alone(squares))
+        squares = squares_of(self.last_norm.normalize(x), grids, self.facts.merge).flatten(1)
+        return self.projector(squares if self.norm is None else self.norm.normalize(squares))
 
     def _positions(self, grid: Grid) -> Tensor:
         """Return the position embeddings of a grid, resized from the square table."""

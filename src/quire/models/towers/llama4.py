@@ -39,9 +39,9 @@ class Llama4ViT(nn.Module):
         patches = self.patches(patches_of(pixels, self.patch))
         whole = torch.cat((patches, self.all.vectors.expand(len(patches), 1, -1)), 1) + self.places.vectors
         angles = self.cos.repeat(len(pixels), 1), self.sin.repeat(len(pixels), 1)
-        x = self.first_norm.alone(whole.flatten(0, 1))
+        x = self.first_norm.normalize(whole.flatten(0, 1))
         x = self.layers(x, [whole.shape[1]] * len(pixels), angles)
-        return self.last_norm.alone(x).view_as(whole)[:, :-1]
+        return self.last_norm.normalize(x).view_as(whole)[:, :-1]
 
 
 class Llama4Tower(FixedSizeTower):

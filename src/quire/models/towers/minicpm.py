@@ -46,7 +46,7 @@ class MiniCPMMerger(nn.Module):
 
     def forward(self, squares: Tensor) -> Tensor:
         """Merge [N, 4, hidden] to [N, size_out]."""
-        return self.mlp(self.norm.alone(squares.flatten(1)))
+        return self.mlp(self.norm.normalize(squares.flatten(1)))
 
 
 class InnerMerger(MiniCPMMerger):
@@ -61,7 +61,7 @@ class InnerMerger(MiniCPMMerger):
     def forward(self, squares: Tensor) -> Tensor:
         x = squares.flatten(0, 1)
         spans = spans_of(np.full(len(squares), 4, np.int32), x.device)
-        x = x + self.attention(self.attention_norm.alone(x), spans)
+        x = x + self.attention(self.attention_norm.normalize(x), spans)
         attended = x.view_as(squares)
         return super().forward(attended) + attended.mean(1)
 
@@ -95,7 +95,7 @@ class NaViT(nn.Module):
             if self.inner is not None and i == self.facts.merged:
                 x, grids = self.inner(squares_of(x, grids, 2)), halved(grids)
                 spans = self.spans(grids)
-        return self.last_norm.alone(x), grids
+        return self.last_norm.normalize(x), grids
 
     def spans(self, grids: Sequence[Grid]) -> Spans:
         return spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
@@ -128,17 +128,17 @@ class Resampler(nn.Module):
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Reduce patches [T, hidden] to [squares * queries, size_out]."""
-        values = self.norm.alone(self.widen(x))
+        values = self.norm.normalize(self.widen(x))
         placed = values + torch.cat([self.positions(grid) for grid in grids]).to(values.dtype)
         keys, values = (values, placed) if self.facts.is_valued else (placed, values)
-        q, k, v = self.attention.project(self.query_norm.alone(self.query.vectors), keys, values)
+        q, k, v = self.attention.project(self.query_norm.normalize(self.query.vectors), keys, values)
         counts = [math.prod(grid) for grid in grids]
         attended = [
             F.scaled_dot_product_attention(q, *kv)
             for kv in zip(k.split(counts, 1), v.split(counts, 1), strict=True)
         ]
         mixed = self.attention.out(torch.cat(attended, 1).transpose(0, 1).flatten(1))
-        return self.last_norm.alone(mixed) @ self.product.vectors
+        return self.last_norm.normalize(mixed) @ self.product.vectors
 
     def positions(self, grid: Grid) -> Tensor:
         """Return sinusoidal embeddings [patches, size_out] of the column, then of the row."""

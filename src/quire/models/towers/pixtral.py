@@ -49,7 +49,7 @@ class PixtralViT(nn.Module):
         patch = self.facts.patch
         grids = [grid_of(image, patch) for image in images]
         flat = torch.cat([patches_of(image[None], patch)[0] for image in images])
-        x = self.norm.alone(self.patches(flat))
+        x = self.norm.normalize(self.patches(flat))
         return self.layers(x, [rows * columns for rows, columns in grids], self.angles(grids))
 
     def angles(self, grids: Sequence[Grid]) -> Angles:
@@ -69,7 +69,7 @@ class MistralMerger(nn.Module):
         self.product = WholeLinear(facts.hidden * facts.merge**2, facts.hidden, merging)
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        parts = self.norm.alone(x).split([rows * columns for rows, columns in grids])
+        parts = self.norm.normalize(x).split([rows * columns for rows, columns in grids])
         square = self.square
         merged = [
             part.view(rows, columns, -1)[: rows // square * square, : columns // square * square]

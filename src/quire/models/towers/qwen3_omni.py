@@ -66,7 +66,7 @@ class Qwen3OmniAudioTower(nn.Module):
         """Encode the [frames, mels] of each item to [vectors, size_out]."""
         states = [self._downsample(mel) for mel in mels]
         lens = [len(part) for x in states for part in x.split(self.facts.seen * len(self.places))]
-        vectors: Tensor = self.out(self.norm.alone(self.layers(torch.cat(states), lens)))
+        vectors: Tensor = self.out(self.norm.normalize(self.layers(torch.cat(states), lens)))
         return list(vectors.split([len(state) for state in states]))
 
     def _downsample(self, mel: Tensor) -> Tensor:

@@ -112,9 +112,9 @@ class StepVL(WindowTower):
         side, count = pixels.shape[2] // self.facts.vit.patch, len(pixels)
         x = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.positions(side)
         x = x.flatten(0, 1)
-        x = x if self.first_norm is None else self.first_norm.alone(x)
+        x = x if self.first_norm is None else self.first_norm.normalize(x)
         x = self.layers(x, [side**2] * count, self.angles(side, count))
-        x = x if self.last_norm is None else self.last_norm.alone(x)
+        x = x if self.last_norm is None else self.last_norm.normalize(x)
         return self.project(x.unflatten(0, (count, -1)), side)
 
     def positions(self, side: int) -> Tensor:
