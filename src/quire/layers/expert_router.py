@@ -21,10 +21,10 @@ class ExpertRouter(Linear):
         if moe.wide_router:  # float32, for which there is no LoRA
             scope = replace(scope, dtype=torch.float32, adapters=None)
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
-        if self.lora_layer is not None and scope.name in self.lora_layer.places:
+        if self.lora_layer is not None and scope.name in self.lora_layer.targets:
             layer, _, last = scope.name.rsplit(".", 2)
             # Adapters use the name of transformers.
-            self.lora_layer.places[f"{layer}.mlp.{last}"] = self.lora_layer.places[scope.name]
+            self.lora_layer.targets[f"{layer}.mlp.{last}"] = self.lora_layer.targets[scope.name]
         self.ops = scope.ops
         self.routing = moe.routing
         self.chosen: Routes | None = None

@@ -69,7 +69,9 @@ class Linear(nn.Module):
         for i, (name, outputs) in enumerate(zip(self.part_names, shards, strict=True)):
             if slots.takes(scope.name, name):
                 order = partial(self._order, i)
-                lora_layer.places[name] = LoRATarget(lora_layer, slice(i, i + 1), self.inputs, outputs, order)
+                lora_layer.targets[name] = LoRATarget(
+                    lora_layer, slice(i, i + 1), self.inputs, outputs, order
+                )
         return lora_layer
 
     def _choose_lora(self, slots: AdapterSlots, scope: Scope) -> LoRALayer:

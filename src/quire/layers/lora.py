@@ -175,10 +175,10 @@ class AdapterSlots:
         return max((self.vocab_rows[name].num_new(rows) for name, rows in vocab_rows.items()), default=0)
 
 
-def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
+def lora_targets(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
     """Yield the name and target of every checkpoint matrix with LoRA support."""
     for lora_layer in slots.layers.values():
-        yield from lora_layer.places.items()
+        yield from lora_layer.targets.items()
 
 
 def _known_as(kind: str, name: str) -> tuple[str, ...]:

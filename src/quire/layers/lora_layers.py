@@ -69,7 +69,7 @@ class LoRALayer:
         self.part_sizes = part_sizes
         self.num_experts = num_experts
         self.ops = ops
-        self.places: dict[str, LoRATarget] = {}
+        self.targets: dict[str, LoRATarget] = {}
         """Target by the dotted name of each matrix in the checkpoint."""
         slots.layers[name] = self
 
@@ -297,5 +297,5 @@ def alias_targets(layer: nn.Module, name: str, alias: str) -> None:
     for module in layer.modules():
         lora_layer = getattr(module, "lora_layer", None)
         if isinstance(lora_layer, LoRALayer):
-            places = lora_layer.places
-            places |= {key.replace(name, alias, 1): place for key, place in places.items()}
+            targets = lora_layer.targets
+            targets |= {key.replace(name, alias, 1): target for key, target in targets.items()}

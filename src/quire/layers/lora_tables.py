@@ -70,20 +70,20 @@ class LoRATable(_SlotRows):
         if table is not None:
             self.rows[slot].copy_(table, non_blocking=True)
 
-    def embed(self, out: Tensor, token_ids: Tensor, tokens: Tensor) -> Tensor:
-        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table. `tokens`
+    def embed(self, out: Tensor, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table. `slots`
         are the adapter slots of the tokens."""
         local_ids = token_ids - self.shard.start
         is_elsewhere = (local_ids < 0) | (local_ids >= self.shard.size)
-        rows = self.rows[tokens.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
+        rows = self.rows[slots.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
         if self.group.size > 1:
             rows = self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
-        return torch.where(self._is_replaced(tokens)[:, None], rows, out)
+        return torch.where(self._is_replaced(slots)[:, None], rows, out)
 
-    def logits(self, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return this device's logits [N, rows], replaced where the token's adapter has a table. `tokens` are
+    def logits(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """Return this device's logits [N, rows], replaced where the token's adapter has a table. `slots` are
         the adapter slots of the tokens."""
-        return self._replace(out, x, torch.where(self._is_replaced(tokens), tokens, -1))
+        return self._replace(out, x, torch.where(self._is_replaced(slots), slots, -1))
 
     def _replace_by_rows(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         for row, slot in enumerate(slots.tolist()):
@@ -96,8 +96,8 @@ class LoRATable(_SlotRows):
             out = torch.where((slots == slot)[:, None], linear(x, table.to(x.dtype)), out)
         return out
 
-    def _is_replaced(self, tokens: Tensor) -> Tensor:
-        return self.has_table[tokens.clamp(min=0).long()] & (tokens >= 0)
+    def _is_replaced(self, slots: Tensor) -> Tensor:
+        return self.has_table[slots.clamp(min=0).long()] & (slots >= 0)
 
 
 class LoRAVocabRows(_SlotRows):
@@ -132,18 +132,18 @@ class LoRAVocabRows(_SlotRows):
         """Return the ids clamped to the model's vocabulary."""
         return token_ids.clamp(max=self.vocab - 1)
 
-    def embed(self, out: Tensor, token_ids: Tensor, tokens: Tensor) -> Tensor:
-        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row. `tokens`
+    def embed(self, out: Tensor, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row. `slots`
         are the adapter slots of the tokens."""
-        slot_of = tokens.clamp(min=0).long()
-        is_own = (self._ids[slot_of] == token_ids[:, None]) & (tokens >= 0)[:, None]
+        slot_of = slots.clamp(min=0).long()
+        is_own = (self._ids[slot_of] == token_ids[:, None]) & (slots >= 0)[:, None]
         rows = self.rows[slot_of, is_own.int().argmax(1)].to(out.dtype)
         return torch.where(is_own.any(1, keepdim=True), rows, out)
 
-    def logits(self, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
+    def logits(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         """Widen the model's logits [N, vocab] to [N, vocab + max_extra_vocab]; a new token is -inf for other
-        adapters. `tokens` are the adapter slots of the tokens."""
-        return self._replace(pad(out, (0, self.slots.max_extra_vocab), value=-torch.inf), x, tokens)
+        adapters. `slots` are the adapter slots of the tokens."""
+        return self._replace(pad(out, (0, self.slots.max_extra_vocab), value=-torch.inf), x, slots)
 
     def _replace_by_rows(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         for row, slot in enumerate(slots.tolist()):

@@ -72,7 +72,7 @@ class MLAAttention(nn.Module):
         heads = spec.heads, spec.nope_dim, spec.v_dim
         transposed = self.latent.needs_transposed_lora
         lora_layer = LoRAMlaLayer(scope.name, slots, spec.rank, heads, scope.ops, keeps_transposed=transposed)
-        lora_layer.places[scope.name] = LoRATarget(lora_layer, slice(0, 1), Shard(spec.rank), (self.shard,))
+        lora_layer.targets[scope.name] = LoRATarget(lora_layer, slice(0, 1), Shard(spec.rank), (self.shard,))
         return lora_layer
 
     def adapted(self, batch: Batch) -> MLALoRA | None:

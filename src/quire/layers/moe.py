@@ -207,14 +207,14 @@ class ExpertLoRALayers:
         for name, part in experts.stored_names():
             front, _, last = name.rpartition(".")
             if part == "down":
-                self.down.places[f"{front}.{expert}.{last}"] = self._down_target(experts, expert)
+                self.down.targets[f"{front}.{expert}.{last}"] = self._down_target(experts, expert)
                 continue
             lasts = {"gate_up": ("gate_proj", "up_proj")}.get(part, (last,))
             for number, suffix in enumerate(lasts, start=part == "up"):
                 parts, order = slice(number, number + 1), in_order
                 if experts.plain:
                     parts, order = slice(0, 2), partial(_order_twice, experts.shard.size)
-                self.gate_up.places[f"{front}.{expert}.{suffix}"] = LoRATarget(
+                self.gate_up.targets[f"{front}.{expert}.{suffix}"] = LoRATarget(
                     self.gate_up, parts, Shard(self.hidden), (experts.shard,), order, expert
                 )
 

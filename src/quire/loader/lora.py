@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.checkpoint.reader import ConfigReader
 from quire.data.lora import AdapterFacts
 from quire.errors import ConfigError, RequestError
-from quire.layers.lora import AdapterSlots, places
+from quire.layers.lora import AdapterSlots, lora_targets
 from quire.layers.lora_layers import LoRAFactors, LoRAHeadLayer, LoRAStack, LoRATarget
 from quire.layers.lora_tables import LoRAVocab
 from quire.layers.scope import Target
@@ -86,7 +86,7 @@ class LoRAWeights:
 class LoRAPair(NamedTuple):
     """The matrices of one target: `a` [rank, size_in] and `b` [size_out, rank] as in the checkpoint."""
 
-    place: LoRATarget
+    target: LoRATarget
     names: tuple[str, str]
     a: Tensor
     b: Tensor
@@ -99,7 +99,7 @@ class LoRAReader:
     def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
         self.slots = slots
         self.layers = layers
-        self._places = _by_alias(places(slots))
+        self._targets = _by_alias(lora_targets(slots))
         self._stacks = _by_alias(slots.stacks.items())
         self._refused = _by_alias(slots.refused.items())
         tables = slots.tables.items()
@@ -174,8 +174,8 @@ class LoRAReader:
         """Yield the matrices of all targets on this device, without layers outside of lora_target_modules."""
         num_ignored = 0
         for name, pair in self._pairs(tensors).items():
-            if (place := self._places.get(name)) is not None:
-                yield settings.fit(name, place, pair)
+            if (target := self._targets.get(name)) is not None:
+                yield settings.fit(name, target, pair)
             elif (stack := self._stacks.get(name)) is not None:
                 yield from _split_stack(name, stack, pair, settings)
             elif reason := self._refusal(name):
@@ -216,10 +216,10 @@ class LoRAReader:
     def _check_copy(self, name: str, tensor: Tensor) -> None:
         """Check a tensor outside of LoRA: it must be a copy of a weight of the model."""
         match = _COPY.fullmatch(name)
-        place = match and self._places.get(match["layer"])
-        is_elsewhere = match and self.layers is not None and not place
-        if place and (place.is_table or isinstance(place.lora_layer, LoRAHeadLayer)):
-            sizes = place.sizes if place.is_table else place.sizes[::-1]
+        target = match and self._targets.get(match["layer"])
+        is_elsewhere = match and self.layers is not None and not target
+        if target and (target.is_table or isinstance(target.lora_layer, LoRAHeadLayer)):
+            sizes = target.sizes if target.is_table else target.sizes[::-1]
             if tuple(tensor.shape) != sizes:
                 raise ConfigError(
                     f"{name} has the shape {tuple(tensor.shape)}, the model's {sizes}"
@@ -240,14 +240,14 @@ class LoRAReader:
         ranks: dict[str, int] = {}
         filled: Counter[str] = Counter()
         for fit in fits:
-            rank, name = len(fit.a), fit.place.lora_layer.name
+            rank, name = len(fit.a), fit.target.lora_layer.name
             if rank > self.slots.max_rank:
                 raise RequestError(
                     f"LoRA rank {rank} is greater than max_lora_rank {self.slots.max_rank}.",
                     param="lora_request",
                 )
             ranks[name] = max(rank, ranks.get(name, 0))
-            filled[name] += rank * fit.place.num_parts
+            filled[name] += rank * fit.target.num_parts
         by_layer = self.slots.room(ranks)
         for name, factors in by_layer.items():
             if filled[name] < factors.num_ranks:
@@ -296,31 +296,31 @@ def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigF
     a, b = pair.a.view(num_experts, -1, size_a), pair.b.view(size_b, -1, num_experts).permute(2, 0, 1)
     if is_swapped:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
-    for place, one_a, one_b in zip(targets, a, b, strict=True):
-        yield settings.fit(f"{name}.{key}", place, Pair(pair.names, one_a, one_b))
+    for target, one_a, one_b in zip(targets, a, b, strict=True):
+        yield settings.fit(f"{name}.{key}", target, Pair(pair.names, one_a, one_b))
 
 
 @torch.inference_mode()  # a pool thread may run in another mode than the one the tensors were made in
 def _fill_all(factors: Mapping[str, LoRAFactors], fits: Sequence[LoRAPair]) -> None:
     for fit in fits:
-        _fill(fit, fit.place.of(factors[fit.place.lora_layer.name]))
+        _fill(fit, fit.target.of(factors[fit.target.lora_layer.name]))
 
 
 def _fill(fit: LoRAPair, into: LoRAFactors) -> None:
-    rank, place, (name_a, name_b) = fit.a.shape[0], fit.place, fit.names
-    if place.is_table:
+    rank, lora_target, (name_a, name_b) = fit.a.shape[0], fit.target, fit.names
+    if lora_target.is_table:
         into.a[:, :rank].copy_(fit.a.t())
     else:
         first, *others = into.a.narrow(1, 0, rank).unbind()
-        put(fit.a, Target(name_a, first, 1, (place.inputs,)))
+        put(fit.a, Target(name_a, first, 1, (lora_target.inputs,)))
         for other in others:
             other.copy_(first)
-    order, target = place.order(), Target(name_b, into.b.narrow(1, 0, rank), 0, place.outputs)
+    order, target = lora_target.order(), Target(name_b, into.b.narrow(1, 0, rank), 0, lora_target.outputs)
     if order is None and target.is_whole and fit.b.dtype == into.b.dtype:
         torch.mul(fit.b, fit.scale, out=target.tensor)
         return
     scaled = fit.b.float() * fit.scale
-    shard = scaled.new_empty(sum(run.size for run in place.outputs), rank)
+    shard = scaled.new_empty(sum(run.size for run in lora_target.outputs), rank)
     put(scaled, target._replace(tensor=shard))
     target.tensor.copy_(shard if order is None else shard[order])
 
@@ -372,16 +372,16 @@ class LoRAConfigFile:
         rank, alpha = _by_pattern(layer, self.ranks, self.rank), _by_pattern(layer, self.alphas, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.by_root else rank)
 
-    def fit(self, layer: str, place: LoRATarget, pair: Pair) -> LoRAPair:
+    def fit(self, layer: str, target: LoRATarget, pair: Pair) -> LoRAPair:
         """Check the shapes of a layer's matrices, and return them as the pair of a target."""
         rank, scale = self.scale(layer)
-        size_in, size_out = place.sizes
+        size_in, size_out = target.sizes
         for name, tensor, expected in zip(
             pair.names, (pair.a, pair.b), ((rank, size_in), (size_out, rank)), strict=True
         ):
             if tuple(tensor.shape) != expected:
                 raise ConfigError(f"{name} has the shape {tuple(tensor.shape)}, expected {expected}")
-        return LoRAPair(place, pair.names, pair.a, pair.b, scale)
+        return LoRAPair(target, pair.names, pair.a, pair.b, scale)
 
 
 def _modules_to_save(keys: ConfigReader) -> list[str]:
