@@ -87,14 +87,14 @@ def _add_absorbed(queries: Tensor, q: Tensor, adapted: MLALoRA, spec: MLASpec) -
     keys, down = adapted.transposed
     for head in range(spec.heads):
         out, x = queries[:, head, : spec.rank], q[:, head, : spec.nope_dim]
-        adapted.ops.lora(out, x, keys[:, head], down, (spec.rank,), adapted.tokens)
+        adapted.ops.lora(out, x, keys[:, head], down, (spec.rank,), adapted.slots)
 
 
 def _add_released(out: Tensor, mixed: Tensor, adapted: MLALoRA, spec: MLASpec) -> None:
     _, values = adapted.by_heads(spec)
     for head in range(spec.heads):
         x, up = mixed[:, head, : spec.rank], values[:, head]
-        adapted.ops.lora(out[:, head], x, adapted.a, up, (spec.v_dim,), adapted.tokens)
+        adapted.ops.lora(out[:, head], x, adapted.a, up, (spec.v_dim,), adapted.slots)
 
 
 def _attend_expanded(

@@ -45,7 +45,7 @@ class LayerWeights(NamedTuple):
     """Feed-forward parameters that every token uses, including a router and a shared expert."""
     experts: int = 0
     """Parameters of all routed experts."""
-    met: int = 0
+    active_experts: int = 0
     """Parameters of the routed experts that one token uses."""
 
     @property
@@ -70,8 +70,8 @@ class Weights(NamedTuple):
     @property
     def active(self) -> int:
         """Return the parameters that one token uses; the embedding counts only if the head is tied to it."""
-        met = sum(layer.mixer + layer.dense + layer.met for layer in self.layers)
-        return met + (self.head or self.embedding)
+        active = sum(layer.mixer + layer.dense + layer.active_experts for layer in self.layers)
+        return active + (self.head or self.embedding)
 
 
 def count_parameters(facts: ArchFacts) -> Weights:

@@ -124,7 +124,7 @@ class Sampler:
         resampled = None if special or resample is None else resample(masks, state.places(rows))
         if resampled is not None:
             return Sampled(resampled)
-        masks.wait()
+        masks.wait_for_bits()
         if len(masks.rows):
             self.constrain(logits, masks, state.places(rows))
         elif not special and sampled_in_graph is not None:
