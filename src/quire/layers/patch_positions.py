@@ -1,9 +1,11 @@
 """Positions of the patches of an image: 2D RoPE, and ids in a square table of learned positions."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.kernels.reference.encoder import Angles
 
@@ -24,6 +26,15 @@ def axial_rope(places: Tensor, frequencies: Tensor) -> Angles:
     such as the row of a patch, the other half by the second column."""
     angles = (places[:, :, None] * frequencies).flatten(1)
     return angles.cos(), angles.sin()
+
+
+def resize_positions(table: Tensor, grid: tuple[int, int], **options: Any) -> Tensor:
+    """Return the learned positions of a grid of patches, [patches, hidden], interpolated from a table [rows,
+    columns, hidden]. `options` are those of `F.interpolate`."""
+    if grid != table.shape[:2]:
+        wide = table.float().permute(2, 0, 1)[None]
+        table = F.interpolate(wide, grid, **options)[0].permute(1, 2, 0).to(table.dtype)
+    return table.flatten(0, 1)
 
 
 def position_ids(starts: Sequence[Tensor], side: int) -> Tensor:

@@ -222,9 +222,9 @@ class VisionLayers(nn.ModuleList):
             x = layer(x, spans, angles)
         return x
 
-    def on_squares(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+    def on_squares(self, x: Tensor) -> Tensor:
         """Run all layers on [N, tokens, hidden], with attention within each of N images."""
-        return self(x.flatten(0, 1), [x.shape[1]] * len(x), angles).view_as(x)
+        return self(x.flatten(0, 1), [x.shape[1]] * len(x)).view_as(x)
 
 
 def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIGLIP) -> VisionLayers:

@@ -13,6 +13,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models.towers import Tower
+from quire.models.towers.gemma4 import unit_norm
 from quire.models.towers.omni import sinusoids
 
 _EPS = 1e-6
@@ -160,9 +161,7 @@ class Gemma3nTower(Tower):
         return ()
 
     def _project(self, normed: Tensor) -> Tensor:
-        wide = self.product(normed).float()
-        out: Tensor = wide * (wide.square().mean(-1, keepdim=True) + self.facts.norm_eps).rsqrt()
-        return out.to(normed.dtype)
+        return unit_norm(self.product(normed), self.facts.norm_eps)
 
     def _encode_one(self, mel: Tensor) -> Tensor:
         x = mel[None]

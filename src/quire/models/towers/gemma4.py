@@ -18,7 +18,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.patch_positions import axial_frequencies, grid_places
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
-from quire.models.towers.any_size import AnySizeTower, Grid, channel_last_patches, grid_of
+from quire.models.towers.any_size import AnySizeTower, channel_last_patches, grid_of, squares_of
 
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 Axes = list[tuple[Tensor, Tensor]]
@@ -126,12 +126,9 @@ class Gemma4Tower(AnySizeTower):
         images = spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
         for layer in self.layers:
             x = layer(x, images, axes)
-        means = [
-            self._merge(part, grid)
-            for part, grid in zip(x.split([*map(math.prod, grids)]), grids, strict=True)
-        ]
-        vectors: Tensor = self.project(unit_norm(torch.cat(means), self.facts.norm_eps).to(x.dtype))
-        return list(vectors.split([len(part) for part in means]))
+        means = self._standardize(squares_of(x.float(), grids, self.facts.merge).mean(1)).to(x.dtype)
+        vectors: Tensor = self.project(unit_norm(means, self.facts.norm_eps))
+        return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in grids]))
 
     def _angles(self, places: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = axial_frequencies(self.facts.head_dim, self.facts.theta, self.device)
@@ -139,15 +136,12 @@ class Gemma4Tower(AnySizeTower):
         dtype = self.table.vectors.dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _merge(self, x: Tensor, grid: Grid) -> Tensor:
-        """Return the mean of each square of patches, scaled and standardized in float32."""
-        merge, (rows, columns) = self.facts.merge, grid
-        squares = x.float().view(rows // merge, merge, columns // merge, merge, -1)
-        means = squares.mean((1, 3)).flatten(0, 1) * self.facts.hidden**0.5
-        if self.standard is not None:
-            bias, scale = (part.get_parameter("vectors").float() for part in self.standard)
-            means = (means - bias) * scale
-        return means.to(x.dtype)
+    def _standardize(self, means: Tensor) -> Tensor:
+        scaled = means * self.facts.hidden**0.5
+        if self.standard is None:
+            return scaled
+        bias, scale = (part.get_parameter("vectors").float() for part in self.standard)
+        return (scaled - bias) * scale
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         unit = self.facts.patch * self.facts.merge

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.kimi import MoonFacts
 from quire.layers.norm import LayerNorm
-from quire.layers.patch_positions import axial_frequencies, grid_places
+from quire.layers.patch_positions import axial_frequencies, grid_places, resize_positions
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
 from quire.models.towers.any_size import AnySizeTower, Grid, grid_of, split_by_item
@@ -72,11 +71,7 @@ class MoonViT(nn.Module):
 
     def positions(self, grid: Grid) -> Tensor:
         """Return the learned positions, interpolated to a grid: [patches, hidden]."""
-        table: Tensor = self.places.vectors
-        if grid != table.shape[:2]:
-            wide = table.float().permute(2, 0, 1)[None]
-            table = F.interpolate(wide, grid, mode="bicubic")[0].permute(1, 2, 0).to(table.dtype)
-        return table.flatten(0, 1)
+        return resize_positions(self.places.vectors, grid, mode="bicubic")
 
     def angles(self, grid: Grid) -> Tensor:
         """Return the 2D RoPE angles of a grid's patches, [patches, head_dim / 2]."""

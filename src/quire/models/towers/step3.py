@@ -1,19 +1,16 @@
 """Vision encoders of Step3, Step3-VL-10B and Step-3.7: square images, downsampled by two convolutions."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.step3 import Step3Facts, StepFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
-from quire.layers.patch_positions import axial_frequencies, axial_rope, grid_places
+from quire.layers.patch_positions import axial_frequencies, axial_rope, grid_places, resize_positions
 from quire.layers.scope import Scope
 from quire.layers.vision import (
     Angles,
@@ -34,15 +31,6 @@ _SCALES = ("ls_1.gamma", "ls_2.gamma")
 _STEP3_STYLE = VisionStyle(qkv=("qkv_proj",), norms_outputs=True)
 _NUM_COPIES = 4
 """Number of class embeddings before the patches of Step3."""
-
-
-def _interpolated(table: Tensor, side: int, **options: Any) -> Tensor:
-    """Return the vectors of a square table, interpolated to `side` x `side`: [patches, hidden]."""
-    table_side = math.isqrt(len(table))
-    if side == table_side:
-        return table
-    wide = table.float().view(1, table_side, table_side, -1).permute(0, 3, 1, 2)
-    return F.interpolate(wide, (side, side), **options)[0].flatten(1).t().to(table.dtype)
 
 
 class WindowTower(Tower):
@@ -119,7 +107,8 @@ class StepVL(WindowTower):
 
     def positions(self, side: int) -> Tensor:
         """Return the learned positions, interpolated to a square: [patches, hidden]."""
-        return _interpolated(self.places.vectors, side, mode="bilinear")
+        table = self.places.vectors.unflatten(0, (self.facts.vit.side, -1))
+        return resize_positions(table, (side, side), mode="bilinear")
 
     def angles(self, side: int, count: int) -> Angles:
         """Return 2D RoPE angles: one half of each head rotates by the column, the other by the row."""
@@ -157,4 +146,5 @@ class Step3(WindowTower):
 
     def positions(self, side: int) -> Tensor:
         """Return the learned positions of patches, interpolated to a square: [patches, hidden]."""
-        return _interpolated(self.places.vectors[1:], side, mode="bicubic", antialias=True)
+        table = self.places.vectors[1:].unflatten(0, (self.facts.vit.side, -1))
+        return resize_positions(table, (side, side), mode="bicubic", antialias=True)
