@@ -356,6 +356,17 @@ def test_only_some_layers_take_adapters(tmp_path: Path) -> None:
     assert not reader(only=["o_proj"]).read("one", path).factors
 
 
+def test_warning_counts_layers_outside_of_the_target_modules_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check that the warning does not count layers of another pipeline stage."""
+    weights = tensors()
+    for name in ("layers.0.self_attn.k_proj", "layers.7.self_attn.q_proj"):
+        weights |= {key.replace("layers.0.self_attn.q_proj", name): item for key, item in tensors().items()}
+    reader(only=["q_proj"], layers=range(2)).read("one", save(tmp_path, weights))
+    assert "Ignored 1 layers" in caplog.text
+
+
 def test_layers_of_other_ranks_are_skipped(tmp_path: Path) -> None:
     weights = tensors() | {name.replace("layers.0", "layers.7"): item for name, item in tensors().items()}
     path = save(tmp_path, weights)

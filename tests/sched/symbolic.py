@@ -411,7 +411,7 @@ class Device:
         raise AssertionError("never called")
 
     def sample_tokens(self, masks: Masks) -> None:
-        masks.wait()
+        masks.wait_for_bits()
         self.engine.masks.append(masks)
 
     def watch(self) -> None:

@@ -61,10 +61,10 @@ class AttentionBackend(Protocol):
     capturable: bool
     """Whether a CUDA graph can capture decodes: the launches do not depend on sequence lengths."""
     captures_prompts: bool
-    """Whether a CUDA graph can also capture batches with `Batch.are_mixed`."""
+    """Whether a CUDA graph can also capture batches that may contain prompts (`Batch.are_mixed`)."""
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
-        """Return the reason why this backend cannot serve `spec` on `machine`; None if it can."""
+        """Return the reason why this backend does not support `spec` on `machine`; None if it does."""
 
     def plan(self, batch: Batch) -> None:
         """Set `batch.attention`, once per step before the first layer."""
@@ -98,7 +98,7 @@ def why_no_gpu(machine: Machine) -> str | None:
 
 
 def why_no_package(spec: AttentionSpec) -> str | None:
-    """Return the reason why external attention packages cannot serve a model; None if they can."""
+    """Return the reason why external attention packages do not support `spec`; None if they may."""
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"computes float16 and bfloat16, not {named(spec.dtype)}"
     if spec.bidirectional:

@@ -11,7 +11,7 @@ from quire.parallel.all2all import EPTokens
 
 
 class LoRATokens(NamedTuple):
-    """LoRA adapter slots of some tokens of a step; at least one of these tokens has an adapter."""
+    """LoRA adapter slots of tokens of a step, at least one of which has an adapter."""
 
     slots: Tensor
     """[T] int32, adapter slot of each token, -1 for none"""
@@ -47,12 +47,14 @@ class Batch:
     """int64, RoPE positions that differ from `positions`: [T], or [3, T] M-RoPE positions of time, height and
     width"""
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Cos/sin tables of M-RoPE by `Rope`, computed once per step."""
+    """By `Rope` module: the cos/sin table of the batch's M-RoPE positions, and each token's row in it."""
     are_decodes: bool = False
-    """Whether each sequence is a decode, with or without draft tokens; host lengths are undefined then."""
+    """Whether each sequence is a decode, with or without draft tokens. `query_lens_host` is valid then, but
+    `seq_lens_host` is not: the step runs in a CUDA graph, or draft tokens were counted on the device only."""
     are_mixed: bool = False
-    """Whether the lengths are only on the device (CUDA graph); the host lengths are upper limits. The last
-    sequence then pads the batch: it has at least one token and no keys."""
+    """Whether the batch is that of a CUDA graph for prompts and decodes. The lengths are then only on the
+    device; `query_lens_host` has upper limits. The last sequence pads the batch: it has at least one token
+    and no keys."""
     token_types: Tensor | None = None
     """[T] int64, token type ids of models that read pairs of texts: 1 for the second text"""
     embeds: tuple[Tensor, Tensor] | None = None

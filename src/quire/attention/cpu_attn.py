@@ -26,7 +26,7 @@ class CPUAttention:
         return None if native.library() else "the native kernels are not available"
 
     def plan(self, batch: Batch) -> None:
-        """Set nothing: the kernel reads the batch directly."""
+        """Do nothing: the kernel reads the batch directly."""
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Latent attention on a CPU, by the native kernel of paged attention.
 
-With absorbed queries, latent attention is multi-query attention: one KV head, where keys and values are the
-same latents. For long chunks the latents are expanded to keys and values in a temporary cache.
+With queries projected into latent space (`absorb`), it is multi-query attention: one KV head, whose keys and
+values are the same latents. For long chunks the latents are expanded to keys and values in a temporary cache.
 """
 
 import numpy as np
@@ -17,7 +17,8 @@ from quire.kernels.cpu import attention
 from quire.kernels.reference import mla
 
 FEW_QUERIES = 160
-"""Maximum queries per sequence that are absorbed; with more, expanding the keys costs fewer operations."""
+"""Maximum queries per sequence for attention in latent space. With more queries, expanding the latents to
+keys and values costs fewer operations."""
 EXPANDED_BYTES = 64 << 20
 """Maximum bytes of expanded keys and values at a time; beyond it, fewer heads are expanded at a time."""
 _BLOCK = 16
@@ -86,14 +87,14 @@ def _add_absorbed(queries: Tensor, q: Tensor, adapted: MLALoRA, spec: MLASpec) -
     keys, down = adapted.transposed
     for head in range(spec.heads):
         out, x = queries[:, head, : spec.rank], q[:, head, : spec.nope_dim]
-        adapted.ops.lora(out, x, keys[:, head], down, (spec.rank,), adapted.tokens)
+        adapted.ops.lora(out, x, keys[:, head], down, (spec.rank,), adapted.slots)
 
 
 def _add_released(out: Tensor, mixed: Tensor, adapted: MLALoRA, spec: MLASpec) -> None:
     _, values = adapted.by_heads(spec)
     for head in range(spec.heads):
         x, up = mixed[:, head, : spec.rank], values[:, head]
-        adapted.ops.lora(out[:, head], x, adapted.a, up, (spec.v_dim,), adapted.tokens)
+        adapted.ops.lora(out[:, head], x, adapted.a, up, (spec.v_dim,), adapted.slots)
 
 
 def _attend_expanded(
@@ -137,7 +138,7 @@ def _gather_latents(
 
 
 def _first_tokens(batch: Batch) -> Tensor:
-    """Return the first token of the sequence of each gathered latent."""
+    """Return, for each gathered latent, the index in the batch of the first token of its sequence."""
     num_keys = -(-batch.seq_lens_host // _BLOCK) * _BLOCK
     return torch.from_numpy(np.repeat(np.cumsum(batch.query_lens_host) - batch.query_lens_host, num_keys))
 

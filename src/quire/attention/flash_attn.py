@@ -91,7 +91,8 @@ class FlashAttention:
 
 @cache
 def _package() -> tuple[Callable[..., Any], bool, int]:
-    """Return the attention function, whether it takes key lengths in place of starts, and the block step."""
+    """Return the attention function, whether it reads key lengths rather than key starts, and the number that
+    the block size must be a multiple of."""
     for name, block_step in _PACKAGES.items():
         if find_spec(name):
             attend = import_module(name).flash_attn_varlen_func

@@ -18,7 +18,7 @@ _WORKSPACE_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class _Step:
-    """Wrappers planned for this batch, by layer parameters, block size and cache dtype."""
+    """flashinfer's wrappers, planned for this batch, by layer parameters, block size and cache dtype."""
 
     wrappers: dict[tuple[AttentionSpec, int, torch.dtype], Any] = field(default_factory=dict)
 

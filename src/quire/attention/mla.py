@@ -60,7 +60,7 @@ class MLASpec:
 
 
 class MLAEntry(NamedTuple):
-    """Inputs of a cache write: the norm of latents, the RoPE table, the slots."""
+    """Inputs of a cache write: the norm of latents, the RoPE table and positions, the slots and the cache."""
 
     norm: Tensor
     eps: float
@@ -82,13 +82,13 @@ class MLALoRA(NamedTuple):
     transposed: tuple[Tensor, Tensor] | None
     """[slots, heads, adapter's rank, nope_dim] and [slots, rank, adapter's rank]: the factors transposed, for
     kernels that need contiguous inputs."""
-    tokens: Tensor
+    slots: Tensor
     """[T] int32, adapter slot of each token, -1 for none"""
     ops: Ops
 
     def of(self, tokens: Tensor) -> "MLALoRA":
         """Return the same factors with the adapter slots of some of the tokens."""
-        return self._replace(tokens=self.tokens[tokens])
+        return self._replace(slots=self.slots[tokens])
 
     def by_heads(self, spec: MLASpec) -> tuple[Tensor, Tensor]:
         """Split `b` into its key and value parts: [slots, heads, nope_dim or v_dim, adapter's rank]."""
@@ -96,16 +96,18 @@ class MLALoRA(NamedTuple):
         return keys, values
 
     def select(self, ranks: Tensor) -> Tensor:
-        """Keep each token's own slot of [T, heads, slots, adapter's rank]; set the other slots to zero."""
-        slots = torch.arange(len(self.a), device=ranks.device)
-        return torch.where((self.tokens[:, None] == slots)[:, None, :, None], ranks, 0.0)
+        """Return `ranks` [T, heads, slots, adapter's rank] with zeros in all slots but the one of each
+        token's adapter."""
+        all_slots = torch.arange(len(self.a), device=ranks.device)
+        return torch.where((self.slots[:, None] == all_slots)[:, None, :, None], ranks, 0.0)
 
     def add(self, kv: Tensor, latents: Tensor, first: int, owners: Tensor) -> None:
-        """Add the adapters' outputs from index `first` on to `kv` [keys, outputs]. `owners` [keys] holds for
-        each key the index of a token of its sequence, which has the sequence's adapter slot."""
+        """Apply the adapters to `latents` [keys, rank] and add their outputs from index `first` on to `kv`
+        [keys, outputs]. `owners` [keys] holds for each key the index of a token of its sequence, which has
+        the sequence's adapter slot."""
         b, size = self.b[:, first : first + kv.shape[1]], kv.shape[1]
-        slots = self.ops.assigned(self.tokens[owners], len(self.a))
-        self.ops.lora(kv, latents, self.a, b, (size,), slots)
+        assigned = self.ops.assigned(self.slots[owners], len(self.a))
+        self.ops.lora(kv, latents, self.a, b, (size,), assigned)
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> "MLABackend":
@@ -164,7 +166,8 @@ class TorchMLA:
         spec: MLASpec,
         adapted: MLALoRA | None = None,
     ) -> Tensor:
-        """Return [T, heads, v_dim]. `weight` [heads, nope_dim + v_dim, rank] is kv_b_proj."""
+        """Return the attention output [T, heads, v_dim] of `q` [T, heads, query_dim] over the cache. `weight`
+        [heads, nope_dim + v_dim, rank] is kv_b_proj."""
         queries = torch.cat((absorb(q, weight, spec, adapted), q[..., spec.nope_dim :]), -1)
         mixed = self.mix(queries, cache[:, :, None], batch, spec)[..., : spec.rank]
         return release(mixed, weight, spec, adapted)

@@ -20,12 +20,13 @@ class SparseIndices(NamedTuple):
     """The tokens that each token attends to."""
 
     slots: Tensor
-    """[T, most] int32 cache slots, best first"""
+    """[T, top_k] int32 cache slots, best first; valid up to `lens`"""
     lens: Tensor
     """[T] int32, number of valid slots"""
 
     def seen_by(self, batch: Batch) -> Batch:
-        """Return a batch in which each token is a sequence with blocks of one token."""
+        """Return a batch for attention to these tokens: each token is a sequence, with blocks of one
+        token."""
         num, most = self.slots.shape
         tokens = torch.arange(num + 1, dtype=torch.int32, device=self.slots.device)
         lens = np.full(num, most, np.int32) if self.lens.is_cuda else self.lens.numpy()
@@ -45,7 +46,8 @@ class SparseIndices(NamedTuple):
 
 def pick(q: Tensor, weights: Tensor, keys: Tensor, batch: Batch, most: int) -> SparseIndices | None:
     """Select up to `most` tokens for each of [T, heads, dim] queries with [T, heads] float32 weights. `keys`
-    [num_blocks, block_size, dim] includes the batch. Return None if no sequence is longer than `most`."""
+    [num_blocks, block_size, dim] is the cache, which already has the keys of the batch. Return None if no
+    sequence is longer than `most`."""
     num, block_size = len(q), keys.shape[1]
     width = batch.block_tables.shape[1] * block_size
     if not (q.is_cuda and (batch.are_decodes or batch.are_mixed)):  # host lengths are valid
@@ -103,7 +105,8 @@ def reference(
 
 
 def keep(x: Tensor, keys: Tensor, slots: Tensor) -> None:
-    """Write keys [T, dim] to their slots; tokens without a slot go to slot 0, which is never read."""
+    """Write x [T, dim] to slots of the cache `keys`; tokens without a slot go to slot 0, which is never
+    read."""
     flat = keys.flatten(0, 1)
     if keys.dtype.itemsize == 1:
         limit = torch.finfo(keys.dtype).max

@@ -52,7 +52,7 @@ class _Window(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """The spans of one batch, by block size and window of the layer."""
+    """A batch, and its sequences grouped into spans, by block size and window of the layer."""
 
     batch: Batch
     spans: dict[tuple[int, _Window], list[_Span]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def _slots(batch: Batch, seqs: Tensor, positions: Tensor, block_size: int) -> Te
 
 
 def _decode_spans(batch: Batch, block_size: int, window: _Window) -> list[_Span]:
-    """Build spans of the sequences with one query, grouped by similar length to limit padding."""
+    """Group the sequences with one query by similar length, to limit padding; return a span per group."""
     rows = np.flatnonzero((batch.query_lens_host == 1) & (batch.seq_lens_host > 0))
     lens = batch.seq_lens_host[rows]
     lens = lens - window.first_visible(lens - 1)
@@ -197,7 +197,7 @@ def _decode_span(
 
 
 def _chunk_spans(batch: Batch, block_size: int, window: _Window) -> list[_Span]:
-    """Build spans of the sequences with several queries, each sequence by itself."""
+    """Return spans of the sequences with several queries: one per sequence, or several for a long one."""
     spans = []
     starts = np.cumsum(batch.query_lens_host) - batch.query_lens_host
     for row in np.flatnonzero(batch.query_lens_host > 1):

@@ -39,7 +39,8 @@ class _Step:
     splits: dict[tuple[int, int], _Split] = field(default_factory=dict)
 
     def split(self, few: int, tile: int) -> _Split:
-        """Split off sequences with more than `few` queries, in tiles of `tile` queries; cache the split."""
+        """Split the batch into sequences with at most `few` queries, and tiles of `tile` queries of the
+        others. The result is cached for the other layers."""
         if (few, tile) not in self.splits:
             self.splits[few, tile] = _split(self.batch, few, tile)
         return self.splits[few, tile]

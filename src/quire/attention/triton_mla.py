@@ -1,4 +1,4 @@
-"""Latent attention on a GPU: absorbed for sequences with few queries, expanded for prompts."""
+"""Latent attention on a GPU: in latent space for few queries per sequence, with expanded keys for prompts."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,9 +18,11 @@ from quire.kernels.triton.attention_launch import AttentionShape, sms
 from quire.kernels.triton.mla_launch import MLASizes
 
 FEW_QUERIES = 8
-"""Maximum queries per sequence that are absorbed; with more, expanding the keys costs fewer operations."""
+"""Maximum queries per sequence for attention in latent space (`absorb`). With more queries, expanding the
+latents to keys and values costs fewer operations."""
 EXPANDED_BYTES = 256 << 20
-"""Maximum bytes of expanded keys and values at a time; beyond it, fewer sequences or heads at a time."""
+"""Maximum bytes of expanded keys and values at a time; it limits the sequences and heads expanded at a
+time."""
 
 
 class _Few(NamedTuple):
@@ -44,7 +46,7 @@ class _Round(NamedTuple):
     tiles: Tensor
     """[tiles, 3] int32, for `attend_tiles`: sequence, first query in it, row of the sequence's first key."""
     owners: Tensor
-    """[num_keys], the first token of each key's sequence"""
+    """[num_keys], the index in the batch of the first token of each key's sequence"""
 
 
 class _PromptSplit(NamedTuple):
@@ -122,7 +124,7 @@ def _attend_fixed(
     spec: MLASpec,
     adapted: MLALoRA | None,
 ) -> Tensor:
-    """Compute attention in the batch-invariant mode: all queries are absorbed, some heads at a time."""
+    """Compute attention in the batch-invariant mode: always in latent space, some heads at a time."""
     out = q.new_empty(len(q), spec.heads, spec.v_dim)
     step = max(1, EXPANDED_BYTES // (2 * len(q) * spec.rank * q.element_size()))
     if adapted is not None or step >= spec.heads:

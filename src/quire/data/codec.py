@@ -48,7 +48,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 def encode_masks(masks: Masks) -> bytes:
     """Wait until the grammar masks are complete, and encode them."""
-    masks.wait()
+    masks.wait_for_bits()
     return _encode(masks)
 
 

@@ -50,8 +50,7 @@ class Masks(msgspec.Struct):
     pending: AsyncValue | None = None
     """Signal of the thread that fills `bits`; None if `bits` are complete."""
 
-    def wait(self) -> None:
-        """Wait until the bits are complete."""
+    def wait_for_bits(self) -> None:
         if self.pending is not None:
             self.pending.wait()
             self.pending = None

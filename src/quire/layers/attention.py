@@ -31,9 +31,10 @@ class Caching(Protocol):
     def cache_spec(self) -> CacheSpec: ...
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
-        """Use `memory` as the cache: consecutive planes, each with one page per block. An SSM state is
-        [rows, bytes_per_row], with the last row for padding; the first token of a sequence resets its row.
-        `group` is the KV cache group of the layer's blocks."""
+        """Use `memory` as the cache. A KV cache consists of a plane of keys and a plane of values, or one
+        plane of latents (MLA); each plane has one page per block. An SSM state is [rows, bytes_per_row], with
+        the last row for padding; the first token of a sequence resets its row. `group` is the layer's KV
+        cache group, which has its own block tables."""
 
 
 class KVScales(LoadedModule):
@@ -125,7 +126,8 @@ class PagedAttention(LoadedModule):
         self.spec = replace(self.spec, k_scale=scales[0], v_scale=scales[1])
 
     def forward(self, x: Tensor, qkv: Callable[[Tensor, HeadEntry, Batch], Tensor], batch: Batch) -> Tensor:
-        """Attend and return [T, heads * head_dim]; `qkv` projects x [T, size_in] to queries, keys, values."""
+        """Attend and return [T, heads * head_dim]. `qkv` projects x [T, size_in], writes rotated keys and
+        values to the cache, and returns the rotated queries."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         spec, caches, batch = self.spec, (self.k_cache, self.v_cache), batch.groups[self.group]
         rotations = self.rope.of(batch)

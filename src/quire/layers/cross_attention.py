@@ -60,7 +60,8 @@ class CrossAttention(nn.Module):
         self.k_cache, self.v_cache = k_cache, v_cache
 
     def write(self, vectors: Tensor, first: int) -> None:
-        """Write the keys and values of an item's vectors to the blocks from `first` on."""
+        """Write the keys and values of encoder vectors [vectors, hidden] to the cache from block `first`
+        on."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before write()"
         for cache, projected in zip((self.k_cache, self.v_cache), self.kv(vectors), strict=True):
             cache[first:].flatten(0, 1)[: len(projected)].copy_(projected)
@@ -72,8 +73,8 @@ class CrossAttention(nn.Module):
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
     def forward(self, x: Tensor, cross_batch: Batch) -> Tensor:
-        """Return the attention [T, hidden] of x [T, hidden] to the items of its rows; `cross_batch` is from
-        `CrossAttentionCache.cross_batch`."""
+        """Return the attention [T, hidden] of the tokens x [T, hidden] to the encoder vectors of their
+        sequences. `cross_batch` is made by `CrossAttentionCache.cross_batch`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         q = self.q(x, cross_batch).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.records_queries else None
@@ -82,9 +83,10 @@ class CrossAttention(nn.Module):
 
 
 class CrossAttentionCache(nn.Module):
-    """Cross-attention KV cache of all layers, with one slot per item, and the slot of each row.
+    """Cross-attention KV cache of all layers, with one slot per item (such as an audio clip), and the slot of
+    each row (sequence).
 
-    For the attention backend each token is a sequence, whose earlier tokens are the item's vectors.
+    For the attention backend each token is a sequence, and its earlier tokens are the encoder's vectors.
     """
 
     def __init__(self, layers: Sequence[CrossAttention], num_vectors: int, scope: Scope) -> None:
@@ -122,7 +124,7 @@ class CrossAttentionCache(nn.Module):
             layer.write(vectors, slot * self.num_blocks)
 
     def assign(self, rows: list[int], slots: list[int]) -> None:
-        """Let the rows attend to the items in the slots."""
+        """Let each of the rows attend to the item in its slot."""
         firsts = self.num_blocks * np.array(slots, np.int32)
         blocks = firsts[:, None] + np.arange(self.num_blocks, dtype=np.int32)
         self.tables[torch.tensor(rows, device=self.device)] = torch.from_numpy(blocks).to(self.device)

@@ -19,7 +19,8 @@ _HEAD = "lm_head"
 
 
 class _Table(nn.Module):
-    """A vector for each token of the vocabulary, sharded over the devices of a group."""
+    """Weight of an embedding or head: a row for each token of the vocabulary, sharded over the devices of a
+    group. With `unit` the rows are scaled to unit length after loading."""
 
     multiply: Callable[[Tensor], Tensor]
     """[T, hidden] -> [T, vocab]; set by `finish`."""
@@ -100,7 +101,7 @@ class TokenEmbedding(_Table):
             return
         if slots.takes(scope.name):
             self.lora_layer = LoRAEmbeddingLayer(scope.name, slots, vocab, (hidden,), scope.ops)
-            self.lora_layer.places[scope.name] = LoRATarget(
+            self.lora_layer.targets[scope.name] = LoRATarget(
                 self.lora_layer, slice(0, 1), Shard(vocab), (Shard(hidden),), is_table=True
             )
         self.lora_table = slots.add_table("embed_tokens", scope.name, self.shard, hidden, scope.group)
@@ -172,7 +173,7 @@ class Head(LoadedModule):
         if slots is not None and slots.takes(scope.name, _HEAD):
             self.lora_layer = LoRAHeadLayer(scope.name, slots, hidden, (shard.size,), scope.ops)
             target = LoRATarget(self.lora_layer, slice(0, 1), Shard(hidden), (shard,))
-            self.lora_layer.places |= {scope.name: target, _HEAD: target}
+            self.lora_layer.targets |= {scope.name: target, _HEAD: target}
         if slots is not None and not bias:
             self.lora_table = slots.add_table(_HEAD, scope.name, shard, hidden, scope.group)
             self.extra_rows = slots.add_vocab_rows(_HEAD, scope.name, vocab, hidden, tied=self.tied)

@@ -15,7 +15,8 @@ from quire.layers.scope import Scope
 
 
 def spans(batch: Batch) -> Spans:
-    """Return the spans of the texts of a batch. Bidirectional attention needs whole prompts."""
+    """Return the range of tokens of each text of a batch. Each text must be a whole prompt, because tokens
+    also attend to later tokens."""
     assert (batch.query_lens_host == batch.seq_lens_host).all(), "an encoder needs whole prompts"
     return spans_of(batch.query_lens_host, batch.token_ids.device)
 
@@ -59,8 +60,8 @@ class EncoderAttention(nn.Module):
         self.out = RowLinear(facts.hidden, facts.hidden, scope / out, bias=facts.out_bias)
 
     def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None = None) -> Tensor:
-        """Attend within each of `texts` and return [T, hidden]. A `bias` is added to the attention scores;
-        then plain torch computes the attention."""
+        """Attend within each of `texts` and return [T, hidden]. A `bias` [heads or 1, length, length] is
+        added to the attention scores; with it plain torch computes the attention."""
         q, k, v = self.qkv.multiply(x, batch).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
         if self.rope is not None:
             cos, sin = self.rope.table[batch.positions][:, None].chunk(2, -1)

@@ -18,13 +18,13 @@ class ExpertRouter(Linear):
     quantizable = False
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
-        if moe.wide_router:  # float32, for which there are no adapters
+        if moe.wide_router:  # float32, for which there is no LoRA
             scope = replace(scope, dtype=torch.float32, adapters=None)
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
-        if self.lora_layer is not None and scope.name in self.lora_layer.places:
+        if self.lora_layer is not None and scope.name in self.lora_layer.targets:
             layer, _, last = scope.name.rsplit(".", 2)
             # Adapters use the name of transformers.
-            self.lora_layer.places[f"{layer}.mlp.{last}"] = self.lora_layer.places[scope.name]
+            self.lora_layer.targets[f"{layer}.mlp.{last}"] = self.lora_layer.targets[scope.name]
         self.ops = scope.ops
         self.routing = moe.routing
         self.chosen: Routes | None = None
@@ -35,7 +35,8 @@ class ExpertRouter(Linear):
         self.chosen = self.weight.chosen
 
     def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
-        """Return expert ids and weights, [T, per_token] each; `bias` affects only the choice."""
+        """Return expert ids and weights, [T, per_token] each; `bias` [experts] affects only the choice.
+        Record the ids in `batch.routes` if requests return them."""
         ids, weights = self.choose(x, bias, batch)
         if batch is not None and batch.routes is not None:
             batch.routes.append(ids)

@@ -22,8 +22,9 @@ _LEAST_OUTPUTS = 16
 
 
 class Linear(nn.Module):
-    """Computes x W^T + b and concatenates the outputs of `parts` (checkpoint name -> size). A part may list
-    its shards (`Runs`) in place of a size that is `divided` evenly."""
+    """Computes x W^T + b of one or several parts of a checkpoint, and concatenates their outputs. `parts`
+    maps the checkpoint name of each part to its number of outputs, or to their shards (`Runs`) if they are
+    not sharded evenly."""
 
     divided: ClassVar[Literal["outputs", "inputs"] | None] = None
     """Dimension that is sharded evenly over the group."""
@@ -57,7 +58,7 @@ class Linear(nn.Module):
         )
         self.weight = scope.linear(self.part_names, shape)
         self.lora_layer = self._build_lora(scope)
-        """LoRA layer; None if this linear layer takes no adapters."""
+        """LoRA layer; None if this linear layer has no LoRA support."""
 
     def _build_lora(self, scope: Scope) -> LoRALayer | None:
         slots = scope.adapters
@@ -68,7 +69,9 @@ class Linear(nn.Module):
         for i, (name, outputs) in enumerate(zip(self.part_names, shards, strict=True)):
             if slots.takes(scope.name, name):
                 order = partial(self._order, i)
-                lora_layer.places[name] = LoRATarget(lora_layer, slice(i, i + 1), self.inputs, outputs, order)
+                lora_layer.targets[name] = LoRATarget(
+                    lora_layer, slice(i, i + 1), self.inputs, outputs, order
+                )
         return lora_layer
 
     def _choose_lora(self, slots: AdapterSlots, scope: Scope) -> LoRALayer:
@@ -85,7 +88,7 @@ class Linear(nn.Module):
         return orders[part] if orders else None
 
     def adapters_of(self, batch: Batch | None) -> tuple[LoRALayer, LoRATokens] | None:
-        """Return the layer's adapters and the slots of the tokens; None if no token has an adapter here."""
+        """Return the LoRA layer and the adapter slots of the tokens; None if no token has an adapter here."""
         if self.lora_layer is None:
             return None
         assert batch is not None, "a layer that takes adapters needs the batch: call layer(x, batch)"
@@ -126,7 +129,7 @@ class Linear(nn.Module):
         self.product = self.weight.product
 
     def multiply(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return [T, outputs of all parts], with the adapters of the batch. Only layers that take no adapters
+        """Return [T, outputs of all parts], with the adapters of the batch. Only layers without LoRA support
         may be called without a batch."""
         if self.lora_layer is None or (adapters := self.adapters_of(batch)) is None:
             return self.product(x)
@@ -155,6 +158,20 @@ class ColumnLinear(OneLinear):
     """A column-parallel linear layer: each device of a group computes a shard of the outputs."""
 
     divided = "outputs"
+
+
+class HeadGate(ColumnLinear):
+    """Projection to a scalar gate for each head of an attention output."""
+
+    def __init__(self, size_in: int, heads: int, scope: Scope) -> None:
+        super().__init__(size_in, heads, scope)
+        self.weigh = scope.ops.weigh
+
+    def scale(self, mixed: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        """Scale the heads of `mixed` [T, heads * size] in place by the sigmoid of the gates of x."""
+        gates = self.multiply(x, batch)
+        self.weigh(mixed.view(-1, mixed.shape[1] // gates.shape[1]), gates.view(-1, 1))
+        return mixed
 
 
 class RowLinear(OneLinear):

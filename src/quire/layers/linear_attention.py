@@ -23,8 +23,8 @@ _EPS = 1e-6
 class DeltaAttention(DecayMixer):
     """Gated delta rule with separate projections and convolutions of queries, keys and values.
 
-    The state decays per head (OLMo Hybrid) or per key channel (KDA: Kimi Linear, Ling 3). With
-    `facts.rank`, decay and output gate are projected through a vector of that size.
+    The state decays per head (OLMo Hybrid) or per key channel (KDA: Kimi Linear, Ling 3). If `facts.rank` is
+    not 0, the projections to decay and output gate are of this low rank.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DeltaAttention(DecayMixer):
         if self.gate == "silu":
             y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=False)
         else:
-            y = self.norm.alone(y.view(-1, self.head_dim)).view(len(y), -1)
+            y = self.norm.normalize(y.view(-1, self.head_dim)).view(len(y), -1)
             y = self.ops.gate(y, gate, self.gate)
         return self.out(y, batch)
 
@@ -88,7 +88,7 @@ class LightningAttention(SSMMixer):
     def __init__(
         self, hidden: int, facts: StateFacts, scope: Scope, *, depth: float, activation: str
     ) -> None:
-        """Build the layer. `depth` is the layer's number over the last layer's: deep layers decay slower."""
+        """Build the layer. `depth` is the layer's index over the last layer's; deep layers decay slower."""
         inner, heads = divided(scope.group, facts.heads * facts.head_dim), divided(scope.group, facts.heads)
         super().__init__((), facts, (heads.size, facts.head_dim, facts.state), scope)
         queries, keys, values = ungrouped_order(heads.size, *[inner.size] * 3).chunk(3)
@@ -103,7 +103,7 @@ class LightningAttention(SSMMixer):
         self.out = RowLinear(inner.all, hidden, scope / "out_proj")
         numbers = torch.arange(1, facts.heads + 1, dtype=torch.float32)[heads.start :][: heads.size]
         slopes = 2.0 ** (-8.0 / facts.heads * numbers) * (1 - depth + 1e-5)
-        steps = torch.full_like(slopes, math.log(math.e - 1))  # softplus of it is 1
+        steps = torch.full_like(slopes, math.log(math.e - 1))  # softplus(log(e - 1)) is 1
         self.decay = DecayRates(-slopes.to(scope.device), steps.to(scope.device))
         self.skip = torch.zeros_like(self.decay.rate)
         self.no_steps = torch.zeros(1, heads.size, dtype=scope.dtype, device=scope.device)
@@ -120,5 +120,5 @@ class LightningAttention(SSMMixer):
         if self.group.size > 1:
             y = norm_sharded_parts(y, (self.norm.weight,), self.norm.eps, group=self.group)
         else:
-            y = self.norm.alone(y)
+            y = self.norm.normalize(y)
         return self.out(self.ops.gate(y, gate, "sigmoid"), batch)

@@ -1,4 +1,4 @@
-"""Slots of LoRA adapters: the device memory of many adapters that serve one batch."""
+"""Slots of LoRA adapters: device memory for several adapters, all of which one batch can use."""
 
 import contextlib
 import math
@@ -38,30 +38,30 @@ class AdapterSlots:
         self.dtype = dtype
         self.device = device
         self.only = frozenset(only)
-        """Last name parts of the layers that take adapters; empty for all layers."""
+        """Last name parts of the layers that support LoRA (lora_target_modules); empty for all layers."""
         self.fully_sharded = fully_sharded
         """Whether LoRA is fully sharded over the tensor-parallel group."""
         self.whole_modules = frozenset(whole_modules)
         """Layers (embed_tokens, lm_head) that an adapter may replace entirely."""
         self.tables: dict[str, LoRATable] = {}
-        """Replaceable tables by the name of their layer."""
+        """Embeddings and heads that an adapter may replace entirely, by layer name."""
         self.max_extra_vocab = max_extra_vocab
-        """Most extra vocabulary rows of embedding and head per adapter; see `LoRAVocabRows`."""
+        """Maximum number of tokens that an adapter may add or retrain; see `LoRAVocabRows`."""
         self.no_extra_vocab = no_extra_vocab or "--lora-extra-vocab-size is 0"
-        """Reason why an adapter can have no extra vocabulary rows."""
+        """Reason why no adapter may add or retrain tokens, for error messages."""
         self.vocab_rows: dict[str, LoRAVocabRows] = {}
-        """Extra vocabulary rows of embed_tokens and lm_head."""
+        """Rows of tokens that adapters add or retrain, by the kind of layer: embed_tokens or lm_head."""
         self.has_extra_vocab = np.zeros(max_slots + 1, np.bool_)
-        """Whether the adapter of each slot has extra rows; the last entry stands for no adapter."""
+        """Whether the adapter in each slot adds or retrains tokens; the last entry stands for no adapter."""
         self.num_new = np.zeros(max_slots + 1, np.int32)
         """Number of new tokens, beyond the model's vocabulary, of the adapter in each slot."""
         self.layers: dict[str, LoRALayer] = {}
         self.stacks: dict[str, LoRAStack] = {}
-        """Stacks of experts, by the names that adapters may use for the matrices of all experts together."""
+        """The experts of each layer, by the names that adapters may use for one matrix of all experts."""
         self.refused: dict[str, str] = {}
-        """Layers that take no adapters although similar layers do, with the reason."""
+        """Layers without LoRA support although similar layers have it: name -> reason."""
         self.unused = ""
-        """Pattern of the names of layers that are not computed; their adapter weights are ignored."""
+        """Regular expression of names of layers that are not computed; their adapter weights are ignored."""
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
 
@@ -75,7 +75,7 @@ class AdapterSlots:
         )
 
     def takes(self, *names: str) -> bool:
-        """Return whether a layer with one of these names takes adapters."""
+        """Return whether a layer with one of these names supports LoRA."""
         return not self.only or any(name.rpartition(".")[2] in self.only for name in names)
 
     def add_table(self, kind: str, name: str, shard: Shard, hidden: int, group: Group) -> LoRATable | None:
@@ -88,7 +88,7 @@ class AdapterSlots:
     def add_vocab_rows(
         self, kind: str, name: str, vocab: int, hidden: int, *, tied: bool = False
     ) -> LoRAVocabRows | None:
-        """Reserve memory for extra rows of this embedding or head; return None if none are allowed."""
+        """Reserve memory for rows of tokens that adapters add or retrain; return None if none may."""
         if not self.max_extra_vocab:
             return None
         rows = self.vocab_rows[kind] = LoRAVocabRows(_known_as(kind, name), self, vocab, hidden, tied=tied)
@@ -121,7 +121,7 @@ class AdapterSlots:
             part.unbind()
 
     def pin_spares(self, count: int, size: int) -> None:
-        """Pin host memory in advance for `count` adapters of `size` elements: pinning takes long."""
+        """Pin host memory for `count` adapters of `size` elements in advance, because pinning is slow."""
         while len(self._spares) < count:
             self._spares.append(torch.empty(size, dtype=self.dtype, pin_memory=True))
 
@@ -133,7 +133,8 @@ class AdapterSlots:
         return torch.empty(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
     def room(self, ranks: Mapping[str, int]) -> dict[str, LoRAFactors]:
-        """Allocate contiguous host memory for an adapter; `ranks` holds its rank in each LoRA layer."""
+        """Allocate contiguous host memory for an adapter, and return its part for each layer. `ranks` holds
+        the adapter's rank by the name of the LoRA layer."""
         shapes = {name: self.layers[name].shapes(rank) for name, rank in ranks.items()}
         size = sum(math.prod(shape) for both in shapes.values() for shape in both)
         memory, factors, at = self._host_memory(size), {}, 0
@@ -144,7 +145,7 @@ class AdapterSlots:
         return factors
 
     def table_room(self, name: str) -> Tensor:
-        """Allocate host memory for this device's rows of a table."""
+        """Allocate host memory for this device's rows of an adapter's own embedding or head."""
         table, pins = self.tables[name], self.device.type == "cuda"
         return torch.empty(table.num_rows, table.hidden, dtype=self.dtype, pin_memory=pins)
 
@@ -155,7 +156,8 @@ class AdapterSlots:
         tables: Mapping[str, Tensor] | None = None,
         vocab_rows: Mapping[str, LoRAVocab] | None = None,
     ) -> None:
-        """Replace the adapter of a slot. Pinned memory is read asynchronously."""
+        """Copy an adapter into a slot in place of the slot's adapter. The arguments hold the adapter's
+        tensors by the name of their layer. Copies from pinned memory are asynchronous."""
         assert self._memory is not None, "allocate() comes first"
         self._memory[slot, : sum(lora_layer.size for lora_layer in self.layers.values())].zero_()
         for name, layer_factors in factors.items():
@@ -169,14 +171,14 @@ class AdapterSlots:
         self.num_new[slot] = self.count_new(extra)
 
     def count_new(self, vocab_rows: Mapping[str, LoRAVocab]) -> int:
-        """Return the number of an adapter's tokens that the model does not have."""
+        """Return the number of tokens that an adapter adds to the model's vocabulary."""
         return max((self.vocab_rows[name].num_new(rows) for name, rows in vocab_rows.items()), default=0)
 
 
-def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
-    """Yield the name and target of every checkpoint matrix that takes adapters."""
+def lora_targets(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
+    """Yield the name and target of every checkpoint matrix with LoRA support."""
     for lora_layer in slots.layers.values():
-        yield from lora_layer.places.items()
+        yield from lora_layer.targets.items()
 
 
 def _known_as(kind: str, name: str) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ Shape = tuple[int, ...]
 
 
 class LoRAFactors(NamedTuple):
-    """The A and B matrices of one adapter for one LoRA layer. In host memory, parts of lower rank are padded
-    with zeros. The scale is folded into `b`."""
+    """The A and B matrices of one adapter for one LoRA layer, which has several parts if it is fused (such as
+    Q, K and V). In host memory, parts of lower rank are padded with zeros. The scale is folded into `b`."""
 
     a: Tensor
     """[(experts,) parts, rank, size_in]; [vocab, rank] for an embedding"""
@@ -36,7 +36,7 @@ class LoRAFactors(NamedTuple):
 
 
 class LoRASlots(Protocol):
-    """Owner of the memory of all LoRA layers (`AdapterSlots`)."""
+    """The attributes of `AdapterSlots`, which has the memory of all LoRA layers."""
 
     max_slots: int
     max_rank: int
@@ -69,7 +69,7 @@ class LoRALayer:
         self.part_sizes = part_sizes
         self.num_experts = num_experts
         self.ops = ops
-        self.places: dict[str, LoRATarget] = {}
+        self.targets: dict[str, LoRATarget] = {}
         """Target by the dotted name of each matrix in the checkpoint."""
         slots.layers[name] = self
 
@@ -118,7 +118,8 @@ class LoRALayer:
 
 
 class LoRARanksLayer(LoRALayer):
-    """LoRA of a column-parallel layer: each device shrinks to a shard of ranks; the shards are gathered."""
+    """Fully sharded LoRA of a column-parallel layer: each device multiplies by a shard of A, and the low-rank
+    results are gathered."""
 
     def __init__(
         self, name: str, slots: LoRASlots, size_in: int, sizes: tuple[int, ...], ops: Ops, group: Group
@@ -148,8 +149,8 @@ class LoRARanksLayer(LoRALayer):
 
 
 class LoRASumLayer(LoRALayer):
-    """LoRA of a row-parallel layer: the ranks are all-reduced, and each device expands them to a shard of the
-    outputs. The layer's own all-reduce combines the shards."""
+    """Fully sharded LoRA of a row-parallel layer: the low-rank result is all-reduced, and each device expands
+    it to a shard of the outputs. The all-reduce of the linear layer combines the shards."""
 
     def __init__(
         self, name: str, slots: LoRASlots, size_in: int, size_out: int, ops: Ops, group: Group
@@ -225,7 +226,7 @@ class LoRAHeadLayer(LoRALayer):
 
 
 class LoRAEmbeddingLayer(LoRALayer):
-    """LoRA of an embedding: `a` has a row of ranks for each token of the vocabulary."""
+    """LoRA of an embedding: `a` has a low-rank vector for each token of the vocabulary."""
 
     def add(self, out: Tensor, x: Tensor, lora: LoRATokens) -> Tensor:
         """Add the adapters' vectors of the token ids x [T] to `out` in place."""
@@ -281,7 +282,8 @@ class LoRATarget(NamedTuple):
 
 
 class LoRAStack(NamedTuple):
-    """The experts of a layer: for each of their GEMMs, the target of every expert's matrix."""
+    """The experts of a layer, for adapters that store one matrix for all experts. `products` holds, by
+    projection (gate_up_proj, down_proj), the target of each expert's matrix."""
 
     products: dict[str, list[LoRATarget]]
 
@@ -291,9 +293,9 @@ def _aligned(size: int) -> int:
 
 
 def alias_targets(layer: nn.Module, name: str, alias: str) -> None:
-    """Let adapters use either name for the linear layers inside of `layer`."""
+    """Let adapters name the linear layers inside of `layer` also with `alias` in place of `name`."""
     for module in layer.modules():
         lora_layer = getattr(module, "lora_layer", None)
         if isinstance(lora_layer, LoRALayer):
-            places = lora_layer.places
-            places |= {key.replace(name, alias, 1): place for key, place in places.items()}
+            targets = lora_layer.targets
+            targets |= {key.replace(name, alias, 1): target for key, target in targets.items()}

@@ -1,4 +1,4 @@
-"""Rows of embeddings and LM heads that adapters bring: whole tables, and rows of single tokens."""
+"""Embeddings and LM heads of adapters: whole ones that replace the model's, and rows of single tokens."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ _NO_TOKEN = -1
 
 
 class LoRAVocab(NamedTuple):
-    """Extra vocabulary rows of one adapter for one layer."""
+    """Rows of the tokens that one adapter adds or retrains, for the embedding or the LM head."""
 
     ids: Tensor
     """[k] int64; ids from the model's vocabulary size on are new tokens."""
@@ -25,14 +25,15 @@ class LoRAVocab(NamedTuple):
 
 
 class _SlotRows:
-    """Memory for `num_rows` rows of an embedding or head, by slot; `names` are its names in adapters."""
+    """Memory for `num_rows` rows of an embedding or head in each adapter slot. Adapters may use any of
+    `names` for the layer."""
 
     rows: Tensor
     """[slots, num_rows, hidden]"""
     _replace_by_rows: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes the logits of each token separately, so that the logits' bits do not depend on the batch."""
+    """Computes logits with adapter rows token by token, so that their bits do not depend on the batch."""
     _replace_by_slots: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes the logits of all tokens for each slot, without branches on the tokens' slots."""
+    """Computes logits with adapter rows for all tokens, slot by slot, without branches on slots."""
 
     def __init__(self, names: tuple[str, ...], slots: LoRASlots, num_rows: int, hidden: int) -> None:
         self.names, self.slots, self.num_rows, self.hidden = names, slots, num_rows, hidden
@@ -52,8 +53,8 @@ class _SlotRows:
 
 
 class LoRATable(_SlotRows):
-    """An embedding or LM head that an adapter replaces entirely (modules_to_save). Each device of a group has
-    a shard of the rows."""
+    """An embedding or LM head that an adapter replaces entirely (modules_to_save). Each device of the
+    tensor-parallel group has a shard of the rows."""
 
     def __init__(
         self, names: tuple[str, ...], slots: LoRASlots, shard: Shard, hidden: int, group: Group
@@ -69,20 +70,20 @@ class LoRATable(_SlotRows):
         if table is not None:
             self.rows[slot].copy_(table, non_blocking=True)
 
-    def embed(self, out: Tensor, token_ids: Tensor, tokens: Tensor) -> Tensor:
-        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table. `tokens`
+    def embed(self, out: Tensor, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table. `slots`
         are the adapter slots of the tokens."""
         local_ids = token_ids - self.shard.start
         is_elsewhere = (local_ids < 0) | (local_ids >= self.shard.size)
-        rows = self.rows[tokens.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
+        rows = self.rows[slots.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
         if self.group.size > 1:
             rows = self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
-        return torch.where(self._is_replaced(tokens)[:, None], rows, out)
+        return torch.where(self._is_replaced(slots)[:, None], rows, out)
 
-    def logits(self, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return this device's logits [N, rows], replaced where the token's adapter has a table. `tokens` are
+    def logits(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """Return this device's logits [N, rows], replaced where the token's adapter has a table. `slots` are
         the adapter slots of the tokens."""
-        return self._replace(out, x, torch.where(self._is_replaced(tokens), tokens, -1))
+        return self._replace(out, x, torch.where(self._is_replaced(slots), slots, -1))
 
     def _replace_by_rows(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         for row, slot in enumerate(slots.tolist()):
@@ -95,15 +96,15 @@ class LoRATable(_SlotRows):
             out = torch.where((slots == slot)[:, None], linear(x, table.to(x.dtype)), out)
         return out
 
-    def _is_replaced(self, tokens: Tensor) -> Tensor:
-        return self.has_table[tokens.clamp(min=0).long()] & (tokens >= 0)
+    def _is_replaced(self, slots: Tensor) -> Tensor:
+        return self.has_table[slots.clamp(min=0).long()] & (slots >= 0)
 
 
 class LoRAVocabRows(_SlotRows):
-    """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains. Each slot has
-    `slots.max_extra_vocab` extra rows, replicated on all devices of a group. Kernels read the extra rows only
-    in steps where some token's adapter has extra rows (`LoRATokens.uses_extra_vocab`). A `tied` head without
-    rows of its own in an adapter takes the adapter's embedding rows."""
+    """Rows of an embedding or LM head for tokens that an adapter adds or retrains. Each slot has
+    `slots.max_extra_vocab` such rows, replicated on all devices of a group. Kernels read them only in steps
+    where the adapter of some token has any (`LoRATokens.uses_extra_vocab`). If an adapter has no head rows
+    and the head is `tied`, the head uses the adapter's embedding rows."""
 
     def __init__(
         self, names: tuple[str, ...], slots: LoRASlots, vocab: int, hidden: int, *, tied: bool
@@ -116,7 +117,7 @@ class LoRAVocabRows(_SlotRows):
         self._counts = [0] * slots.max_slots
 
     def put(self, slot: int, vocab: LoRAVocab | None) -> None:
-        """Store the extra rows of a slot's adapter; `vocab` is None if the adapter has no extra rows."""
+        """Store the rows of a slot's adapter; `vocab` is None if the adapter has no such rows."""
         count = self._counts[slot] = 0 if vocab is None else len(vocab.ids)
         self._ids[slot].fill_(_NO_TOKEN)
         if vocab is not None:
@@ -124,25 +125,25 @@ class LoRAVocabRows(_SlotRows):
             self.rows[slot, :count].copy_(vocab.rows, non_blocking=True)
 
     def num_new(self, vocab: LoRAVocab) -> int:
-        """Return the number of tokens that the model does not have."""
+        """Return the number of tokens of `vocab` that the model does not have."""
         return int((vocab.ids >= self.vocab).sum())
 
     def inside(self, token_ids: Tensor) -> Tensor:
         """Return the ids clamped to the model's vocabulary."""
         return token_ids.clamp(max=self.vocab - 1)
 
-    def embed(self, out: Tensor, token_ids: Tensor, tokens: Tensor) -> Tensor:
-        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row. `tokens`
+    def embed(self, out: Tensor, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row. `slots`
         are the adapter slots of the tokens."""
-        slot_of = tokens.clamp(min=0).long()
-        is_own = (self._ids[slot_of] == token_ids[:, None]) & (tokens >= 0)[:, None]
+        slot_of = slots.clamp(min=0).long()
+        is_own = (self._ids[slot_of] == token_ids[:, None]) & (slots >= 0)[:, None]
         rows = self.rows[slot_of, is_own.int().argmax(1)].to(out.dtype)
         return torch.where(is_own.any(1, keepdim=True), rows, out)
 
-    def logits(self, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
+    def logits(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         """Widen the model's logits [N, vocab] to [N, vocab + max_extra_vocab]; a new token is -inf for other
-        adapters. `tokens` are the adapter slots of the tokens."""
-        return self._replace(pad(out, (0, self.slots.max_extra_vocab), value=-torch.inf), x, tokens)
+        adapters. `slots` are the adapter slots of the tokens."""
+        return self._replace(pad(out, (0, self.slots.max_extra_vocab), value=-torch.inf), x, slots)
 
     def _replace_by_rows(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         for row, slot in enumerate(slots.tolist()):

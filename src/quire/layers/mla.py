@@ -32,7 +32,7 @@ class MLAAttention(nn.Module):
         super().__init__()
         self.index_dim = index_dim
         self.index_keys: Tensor | None = None
-        """[num_blocks, block_size, index_dim]"""
+        """[num_blocks, block_size, index_dim], the cached keys of the sparse indexer"""
         self.name = scope.name
         self.spec = spec
         self.rope = rope
@@ -42,7 +42,7 @@ class MLAAttention(nn.Module):
         size = spec.heads * (spec.nope_dim + spec.v_dim)
         self.shard = divided(scope.group, size * scope.group.size)
         self.quantized = self._build_quantized(size, scope)
-        # Used per head and transposed, so it is never kept in a packed format.
+        # Used per head and transposed, so it is not quantized.
         self.weight = frozen_parameter(scope.empty(size, spec.rank))
         self.lora_layer = self._build_lora(scope)
         self.scales = KVScales(scope.sibling("")[:-1], scope)
@@ -50,7 +50,7 @@ class MLAAttention(nn.Module):
         self.group = 0
 
     def _build_quantized(self, size: int, scope: Scope) -> tuple[Weight, ...]:
-        """Return the checkpoint's quantized weight, kept until loading ends; empty if the weight is plain."""
+        """Return the quantized weight, which `finish` dequantizes; () if the weight is not quantized."""
         rank, runs = self.spec.rank, ((self.shard,),)
         shape = LinearShape(
             rank,
@@ -72,7 +72,7 @@ class MLAAttention(nn.Module):
         heads = spec.heads, spec.nope_dim, spec.v_dim
         transposed = self.latent.needs_transposed_lora
         lora_layer = LoRAMlaLayer(scope.name, slots, spec.rank, heads, scope.ops, keeps_transposed=transposed)
-        lora_layer.places[scope.name] = LoRATarget(lora_layer, slice(0, 1), Shard(spec.rank), (self.shard,))
+        lora_layer.targets[scope.name] = LoRATarget(lora_layer, slice(0, 1), Shard(spec.rank), (self.shard,))
         return lora_layer
 
     def adapted(self, batch: Batch) -> MLALoRA | None:
@@ -94,7 +94,7 @@ class MLAAttention(nn.Module):
             self.index_keys = numbers[latents:].view(-1, block_size, self.index_dim)
 
     def bind(self, cache: Tensor, group: int = 0) -> None:
-        """Use this cache from now on: [num_blocks, block_size, rank + rope_dim]."""
+        """Use this cache, [num_blocks, block_size, rank + rope_dim]."""
         assert cache.shape[2] == self.spec.width
         self.cache, self.group = cache, group
         self.spec = replace(self.spec, k_scale=self.scales.k if cache.itemsize == 1 else 1.0)
@@ -103,8 +103,8 @@ class MLAAttention(nn.Module):
         self, q: Tensor, kv: Tensor, batch: Batch, topk_indices: SparseIndices | None = None
     ) -> Tensor:
         """Attend with [T, heads * query_dim] queries, which are rotated in place; return [T, heads * v_dim].
-        `kv` holds [T, rank + rope_dim] latents and RoPE keys. `topk_indices` are the attended tokens of
-        sparse attention."""
+        `kv` holds [T, rank + rope_dim] latents and RoPE keys. `topk_indices` are the tokens that sparse
+        attention is limited to."""
         assert self.cache is not None, "bind() comes before forward()"
         spec, cache, batch = self.spec, self.cache, batch.groups[self.group]
         queries = q.unflatten(1, (spec.heads, spec.query_dim))
@@ -140,7 +140,8 @@ _EPS = 1e-6
 
 
 class SparseIndexer(nn.Module):
-    """Replicated projections of the indexer: queries of a few heads, a shared key, a weight per head."""
+    """Indexer of sparse attention, which selects the tokens that each token attends to: queries of a few
+    heads, one key for all heads, and a weight per head. It is not sharded."""
 
     def __init__(
         self, facts: IndexFacts, hidden: int, q_latent: int, rope_dim: int, rope: Rope, scope: Scope
@@ -158,7 +159,7 @@ class SparseIndexer(nn.Module):
         tokens that the queries of `q_latent` [T, q_latent] select."""
         facts = self.facts
         queries = self._rotate(self.q(q_latent, batch).view(len(x), facts.heads, facts.dim), batch)
-        new_keys = self._rotate(self.k_norm.alone(self.k(x, batch))[:, None], batch)[:, 0]
+        new_keys = self._rotate(self.k_norm.normalize(self.k(x, batch))[:, None], batch)[:, 0]
         sparse_indices.keep(new_keys, keys, batch.slots)
         weights = self.weights(x, batch).float() * self.scale
         return sparse_indices.pick(queries, weights, keys, batch, facts.top_k)

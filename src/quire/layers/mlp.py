@@ -9,14 +9,14 @@ from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
 from quire.layers.scope import Scope
 
 _MANY = 256
-"""Tokens above which gate and up use the library's GEMM, which has no fused activation."""
+"""Number of tokens above which gate and up use the library's GEMM, which has no fused activation."""
 
 _NAMES, _FUSED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 
 
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)). `names` are the checkpoint names, `down` last; by default Llama's or, for a
-    fused gate and up, Phi-3's. `sums` is as in RowLinear."""
+    fused gate and up, Phi-3's. `sums` is whether the output is all-reduced."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(act(up(x))). `names` are the checkpoint names; `sums` as in RowLinear."""
+    """down(act(up(x))). `names` are the checkpoint names; `sums` is whether the output is all-reduced."""
 
     def __init__(
         self,

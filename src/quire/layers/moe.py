@@ -22,7 +22,7 @@ from quire.quant.sharding import Runs, Shard, divided, shards_of
 from quire.quant.weight import Piece, frozen_parameter
 
 _FEW = 1024
-"""Most tokens of a step that is recorded or captured in a CUDA graph."""
+"""Maximum number of tokens of a step that is captured in a CUDA graph or, on a CPU, recorded for replay."""
 
 
 class MoENames(NamedTuple):
@@ -32,10 +32,11 @@ class MoENames(NamedTuple):
     """Name of the block."""
     router: str = "gate"
     layout: str = "per_expert"
-    """Layout of the experts. `per_expert`: one tensor per expert. In the other layouts a tensor holds all
-    experts. `stacked`: gate and up in two tensors; `fused`: in one tensor; `fused_bare`: as `fused`, without
-    the suffix ".weight"; `fused_transposed`: as `fused_bare`, transposed; `interleaved`: as
-    `fused_transposed`, with gate and up interleaved; `flat`: as one matrix, with `down` transposed."""
+    """Layout of the experts. `per_expert`: each projection of each expert is a tensor. In the other layouts a
+    tensor holds all experts. `stacked`: gate and up are two tensors; `fused`: they are one tensor;
+    `fused_bare`: as `fused`, without the suffix ".weight" of names; `fused_transposed`: as `fused_bare`, with
+    transposed matrices; `interleaved`: as `fused_transposed`, with gate and up interleaved; `flat`: each
+    projection is one matrix of all experts, with `down` transposed."""
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
     """Name of the experts' module, then of their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
@@ -52,7 +53,8 @@ class MoENames(NamedTuple):
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 """Suffixes of a layer's weight in checkpoints."""
 _FACTORS = {"relu2": "relu"}
-"""Activation f -> g with f(x) = g(x) * x: experts without a gate use `up` as their gate."""
+"""Activation f -> activation g with f(x) = g(x) * x. Experts without a gate are computed as gated experts
+whose gate weight is that of `up`."""
 NAMES = {
     "mlp": MoENames(),
     "apart": MoENames(layout="stacked"),
@@ -200,19 +202,19 @@ class ExpertLoRALayers:
             self.slots.stacks[name] = stack
 
     def _add_targets(self, expert: int, experts: "Experts") -> None:
-        """Add the targets of one expert under the names of the layout with one tensor per expert."""
+        """Add the targets of one expert, with names as in a checkpoint with one tensor per expert."""
         assert self.gate_up is not None and self.down is not None
         for name, part in experts.stored_names():
             front, _, last = name.rpartition(".")
             if part == "down":
-                self.down.places[f"{front}.{expert}.{last}"] = self._down_target(experts, expert)
+                self.down.targets[f"{front}.{expert}.{last}"] = self._down_target(experts, expert)
                 continue
             lasts = {"gate_up": ("gate_proj", "up_proj")}.get(part, (last,))
             for number, suffix in enumerate(lasts, start=part == "up"):
                 parts, order = slice(number, number + 1), in_order
                 if experts.plain:
                     parts, order = slice(0, 2), partial(_order_twice, experts.shard.size)
-                self.gate_up.places[f"{front}.{expert}.{suffix}"] = LoRATarget(
+                self.gate_up.targets[f"{front}.{expert}.{suffix}"] = LoRATarget(
                     self.gate_up, parts, Shard(self.hidden), (experts.shard,), order, expert
                 )
 
@@ -278,7 +280,7 @@ class Experts(nn.Module):
 
     @property
     def local_experts(self) -> Sequence[int]:
-        """Return the experts of this device, ascending until the first rebalancing."""
+        """Return this device's experts; ascending until experts move between devices (EPLB)."""
         if self.places is None:
             return range(self.num_experts)
         return self.places.placement.by_rank[self.places.rank]
@@ -303,7 +305,7 @@ class Experts(nn.Module):
             yield from map(self._select_local, self._bias_targets(biases))
 
     def _select_local(self, target: Target) -> Target:
-        """Select the experts of this device from the target of a tensor of all experts."""
+        """Limit the target of a tensor with all experts to the experts of this device."""
         if self.places is None:
             return target
         return target._replace(axis=0, runs=shards_of(self.local_experts, self.num_experts))
@@ -351,7 +353,7 @@ class Experts(nn.Module):
         return (self.shard,) * 2
 
     def stored_names(self) -> list[tuple[str, str]]:
-        """Return the dotted name of each stored part, and its kind (gate_up, gate, up or down)."""
+        """Return the dotted name and the kind (gate_up, gate, up or down) of each stored projection."""
         where, *parts = self.names.experts
         kinds = ("gate_up", "down") if len(parts) == 2 else ("gate", "up", "down")
         kinds = ("up", "down") if self.plain else kinds

@@ -31,15 +31,16 @@ class Norm(LoadedModule):
         self.weight = frozen_parameter(weight)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (norm of x + residual, x + residual), the latter in the memory of `residual` or x."""
+        """Return the norm of x + residual, and the sum itself, which replaces the values of `residual`.
+        Without a residual, the sum is x."""
         if residual is None:
-            return self.alone(x), x
-        return self.added(x, residual), residual
+            return self.normalize(x), x
+        return self.add_and_normalize(x, residual), residual
 
-    def alone(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add x to `residual` in place and return the norm of the sum."""
         raise NotImplementedError
 
@@ -52,15 +53,16 @@ class Norm(LoadedModule):
 
 
 class RMSNorm(Norm):
-    """RMS norm. With `plus_one` the weight is kept in float32 to preserve the precision of small weights."""
+    """RMS norm. With `plus_one` the weight is stored in float32 to preserve the precision of small
+    weights."""
 
     def __init__(self, size: int | Shard, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
         super().__init__(size, eps, scope, torch.float32 if plus_one else scope.dtype, plus_one)
 
-    def alone(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         return self.ops.norm(x, self.weight, self.eps)
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.ops.add_norm(x, residual, self.weight, self.eps)
 
 
@@ -73,10 +75,10 @@ class LayerNorm(Norm):
         super().__init__(size, eps, scope, scope.dtype, plus_one)
         self.bias = frozen_parameter(scope.empty(self.run.size)) if bias else None
 
-    def alone(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_and_normalize(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
     def targets(self) -> Iterator[Target]:
@@ -108,7 +110,7 @@ def norm_of(facts: ArchFacts, scope: Scope, size: int | Shard = 0) -> Norm:
 
 
 def head_norms(norms: Sequence[Norm]) -> HeadNorms | None:
-    """Return the weights of the query and key norm for kernels; None if there are no norms."""
+    """Return the weights and epsilon of the query and key norm for kernels; None if `norms` is empty."""
     if not norms:
         return None
     q_norm, k_norm = norms
@@ -116,7 +118,8 @@ def head_norms(norms: Sequence[Norm]) -> HeadNorms | None:
 
 
 def norm_sharded_parts(x: Tensor, weights: tuple[Tensor, ...], eps: float, *, group: Group) -> Tensor:
-    """Compute `Ops.norm_parts` of parts that are sharded over a group."""
+    """Apply an RMS norm to each of the first parts of x [T, size] in place, like `Ops.norm_parts`, if each
+    part is sharded over a tensor-parallel group. `weights` has the weight of each part on this device."""
     parts = x.split([*map(len, weights), x.shape[1] - sum(map(len, weights))], 1)
     wide = [part.float() for part in parts[: len(weights)]]
     squares = group.all_reduce(torch.stack([part.square().sum(-1) for part in wide], 1))

@@ -14,7 +14,8 @@ from quire.quant.weight import frozen_parameter
 
 
 class HeadLayerNorm(nn.Module):
-    """Layer norm of each head, with one weight for all heads or one per head, stored as tensor or list."""
+    """Layer norm of each head of queries or keys. All heads share one weight, or each has its own;
+    checkpoints store the weights of the heads as one tensor or as a list."""
 
     def __init__(self, heads: int, facts: ArchFacts, paired_dim: int, scope: Scope) -> None:
         super().__init__()
@@ -39,7 +40,8 @@ class HeadLayerNorm(nn.Module):
             yield Target(f"{self.name}.bias", self.bias[0])
 
     def finish(self) -> None:
-        """Reorder the weights of interleaved RoPE, as `half_split_order` reorders the projections."""
+        """Reorder the elements of each head if the model has interleaved RoPE. The rows of the Q and K
+        projections are reordered alike (`half_split_order`), so that half-split RoPE can be computed."""
         if self.paired_dim:
             dim = self.weight.shape[1]
             order = half_split_order(dim, dim, self.paired_dim)

@@ -31,7 +31,8 @@ def _dynamic(rope: RopeFacts, max_len: int) -> Tensor:
 
 
 def _llama3(rope: RopeFacts, max_len: int) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and interpolate between."""
+    """Return Llama 3's frequencies: low ones divided by the factor, high ones unchanged, others
+    interpolated."""
     frequencies = _default(rope, max_len)
     rotations = rope.original_max_len * frequencies / (2 * math.pi)
     keep = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -39,7 +40,7 @@ def _llama3(rope: RopeFacts, max_len: int) -> Tensor:
 
 
 def _yarn(rope: RopeFacts, max_len: int) -> Tensor:
-    """Return YaRN frequencies: as in llama3, but interpolated over the index of the frequency."""
+    """Return YaRN's frequencies: as Llama 3's, but interpolated by the index of the frequency."""
 
     def index_of(rotations: float) -> float:
         period = rope.original_max_len / (rotations * 2 * math.pi)
@@ -60,7 +61,8 @@ def _factors(rope: RopeFacts, max_len: int) -> Tensor:
 
 
 def _longrope(rope: RopeFacts, max_len: int) -> Tensor:
-    """Divide by the long factors for all sequences if `max_len` exceeds the original length."""
+    """Return LongRoPE's frequencies. If `max_len` exceeds the original length, they are divided by the long
+    factors for all sequences, even short ones; otherwise by the short factors."""
     factors = rope.long_factors if max_len > rope.original_max_len else rope.factors
     return _default(rope, max_len) / torch.tensor(factors, dtype=torch.float32)
 
@@ -102,14 +104,15 @@ def _amplitude(rope: RopeFacts) -> float:
 
 def half_split_order(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
     """Return the order of a query or key projection's rows that turns interleaved RoPE into half-split RoPE;
-    attention scores stay the same."""
+    attention scores stay the same. The first `paired_dim` dimensions of each head are rotated."""
     heads = torch.arange(num_rows).view(-1, head_dim)
     rotary = heads[:, :paired_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
     return torch.cat((rotary, heads[:, paired_dim:]), 1).flatten()
 
 
 def num_mrope_positions(max_len: int) -> int:
-    """Return the number of rows of an M-RoPE table: positions of an item may exceed its number of tokens."""
+    """Return the number of positions of an M-RoPE table: those of an image may exceed its number of
+    tokens."""
     return 2 * max_len
 
 
@@ -124,7 +127,7 @@ def axes_of(rope: RopeFacts) -> Tensor:
 
 
 class Rope(nn.Module):
-    """Cos/sin table of all positions, for the first `dim` dimensions of a head; shared by all layers.
+    """Cos/sin table of all positions, for the first `rope.dim` dimensions of a head; shared by all layers.
 
     If `rope` is None there is no RoPE: the table rotates two dimensions by an angle of 0.
     """
@@ -132,7 +135,7 @@ class Rope(nn.Module):
     table: Tensor
     """[max_len, dim]: cosines, then sines."""
     axes: Tensor
-    """[dim] axes of M-RoPE: see `axes_of`."""
+    """[dim], the M-RoPE axis of each column of the table (see `axes_of`); None without M-RoPE"""
 
     def __init__(self, rope: RopeFacts | None, scope: Scope) -> None:
         super().__init__()
@@ -144,13 +147,14 @@ class Rope(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), -1)
         table *= 1.0 if rope is None else _amplitude(rope)
         self.paired_dim = rope.dim if rope is not None and rope.pairs else 0
-        """Number of dimensions of a head with interleaved RoPE."""
+        """Number of dimensions of a head with interleaved RoPE; 0 if RoPE is half-split."""
         self.register_buffer("table", table.to(scope.dtype), persistent=False)
         axes = axes_of(rope).repeat(2).to(scope.device) if rope is not None and has_sections else None
         self.register_buffer("axes", axes, persistent=False)
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return a cos/sin table, and the table's row for each token."""
+        """Return a cos/sin table, and the table's row for each token. For M-RoPE the table is composed for
+        the tokens of the batch, once per step."""
         positions = batch.mrope_positions
         if positions is None or positions.ndim == 1:
             return self.table, batch.positions if positions is None else positions

@@ -1,4 +1,4 @@
-"""Scope: the name, dtype, device, group and weight format with which a layer is built."""
+"""Scope: the context in which a layer is built: checkpoint name, dtype, device, weight format and others."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -52,11 +52,11 @@ class DecoderNames(NamedTuple):
     qkv: str = "qkv_proj"
     """Fused query, key and value projection."""
     qkv_by_head: bool = False
-    """Whether the fused QKV is grouped by key head."""
+    """Whether the rows of the fused QKV weight are grouped by KV head: its queries, its key, its value."""
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     out: str = "o_proj"
     ssm: str = "mamba"
-    """Mixer of layers without attention."""
+    """SSM mixer of layers without attention."""
     mlp: str = "mlp"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down; or a fused gate and up, and down; or up and down of an MLP without gate."""
@@ -76,9 +76,10 @@ class Scope:
     max_len: int
     """Length of the longest sequence (max_model_len)."""
     linear: Callable[[tuple[str, ...], LinearShape], Weight] = _PLAIN.linear
-    """Builds the weight of a linear layer from the names of its parts in the checkpoint."""
+    """Builds the weight of a linear layer; arguments: the checkpoint names of its parts, and its shape."""
     experts: Callable[[tuple[str, ...], ExpertShape], StoredExperts] = _PLAIN.experts
-    """Builds the weights of a layer's experts."""
+    """Builds the weights of a layer's experts; arguments: the checkpoint names of their parts, and a
+    shape."""
     group: Group = ALONE
     """Tensor-parallel group of the layer."""
     ep: ExpertDispatch | None = None
@@ -86,9 +87,9 @@ class Scope:
     stage: Stage = Stage()
     """Pipeline stage: the range of the model's layers that is built here."""
     is_stored: Callable[[str], bool] = _never_stored
-    """Whether the checkpoint has a tensor of this name, for layers with several storage layouts."""
+    """Returns whether the checkpoint has a tensor of a name; used for layers with several stored layouts."""
     shape_of: Callable[[str], tuple[int, ...]] = _no_shape
-    """Shape of a tensor in the checkpoint."""
+    """Returns the shape of a tensor in the checkpoint by its name; () if there is no such tensor."""
     transposed: bool = False
     """Whether the checkpoint stores linear weights as [inputs, outputs]."""
     ops: Ops = Reference()
@@ -115,14 +116,14 @@ class Scope:
 
 
 class Target(NamedTuple):
-    """A checkpoint tensor by name, and the tensor, or part of a tensor, that it is loaded into."""
+    """The name of a checkpoint tensor, and the tensor (or part of one) that it is loaded into."""
 
     name: str
     tensor: Tensor
     axis: int | None = None
-    """Axis that is sharded over a group; None if it is replicated."""
+    """Axis that is sharded over the tensor-parallel group; None if the tensor is replicated."""
     runs: Runs = ()
-    """Consecutive parts of that axis in the checkpoint, and the shard of each that the tensor takes."""
+    """Consecutive parts of `axis` in the checkpoint, with the range of each part that this device loads."""
     is_flat: bool = False
     """Whether the checkpoint may store the tensor flattened, in another shape of as many elements."""
     is_text: bool = False
@@ -147,7 +148,7 @@ class Target(NamedTuple):
         return self._replace(tensor=self.tensor.t(), axis=axis)
 
     def spans(self) -> Iterator[tuple[slice, int]]:
-        """Yield the slices of the stored axis that are loaded, and the number of zeros after each."""
+        """Yield each slice of `axis` in the checkpoint that is loaded, and the number of zeros after it."""
         first = 0
         for run in self.runs:
             size = min(run.size, run.all - run.start)
@@ -155,7 +156,7 @@ class Target(NamedTuple):
             first += run.all
 
     def slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each slice of the stored axis and the tensor that it fills; set the padding to zero."""
+        """Yield each loaded slice of `axis` with the part of `tensor` that it fills; set padding to zero."""
         assert self.axis is not None
         at = 0
         for span, num_zeros in self.spans():
@@ -168,14 +169,14 @@ class Target(NamedTuple):
 
 @runtime_checkable
 class Begins(Protocol):
-    """A layer with a hook that runs before its first weight is loaded and may replace its targets."""
+    """A layer with a hook that runs before its first weight is loaded. The hook may change its targets."""
 
     def begin(self) -> None: ...
 
 
 @runtime_checkable
 class BindsKernels(Protocol):
-    """A layer that binds the kernels of its finished weight; `finish` calls `bind_kernels`."""
+    """A layer that chooses the kernels of its loaded weight in `bind_kernels`; `finish` calls that method."""
 
     def bind_kernels(self) -> None: ...
 
@@ -185,7 +186,7 @@ class Loads(Protocol):
     """A layer with weights."""
 
     def targets(self) -> Iterator[Target]:
-        """Yield the checkpoint tensors that this layer loads."""
+        """Yield the checkpoint tensors that this layer loads, with the tensors that they fill."""
 
     def finish(self) -> None:
         """Process the weights once after loading."""
@@ -195,11 +196,12 @@ class LoadedModule(nn.Module):
     """Base of modules with weights that are used as loaded."""
 
     def finish(self) -> None:
-        """Keep the weights as loaded."""
+        """Do nothing: the weights are used as loaded."""
 
 
 def target_of(name: str, piece: Piece, runs: Runs, *, by_inputs: bool = False) -> Target:
-    """Return the target of a weight's piece, sharded by its outputs or inputs (`by_inputs`)."""
+    """Return the target of a tensor of a weight, such as its scales; sharded by outputs or inputs
+    (`by_inputs`)."""
     axis, unit = (piece.inputs, piece.per_input) if by_inputs else (piece.outputs, piece.per_output)
     scaled = () if axis is None else tuple(run.per(unit) for run in runs)
     return Target(name, piece.tensor, axis, scaled, piece.is_flat, isinstance(piece, TextTensor))

@@ -29,8 +29,8 @@ from quire.quant.weight import frozen_parameter
 
 
 class SSMMixer(LoadedModule):
-    """Base of all mixers: the convolution weights, and per row the convolution inputs and the SSM state.
-    `forward` computes the output [T, hidden] of [T, hidden] and updates the state."""
+    """Base of all SSM mixers: the weights of the convolution and, for each sequence (row), the last inputs of
+    the convolution and the SSM state. `forward` maps [T, hidden] to [T, hidden] and updates both."""
 
     conv_name = "conv1d"
 
@@ -47,7 +47,8 @@ class SSMMixer(LoadedModule):
         self.conv_state: Tensor | None = None
         self.state: Tensor | None = None
         self.states_per_row = 1
-        """Number of SSM states per row (see `SSMSequences`); set before memory is bound."""
+        """Number of SSM states per row: several if draft tokens may be rejected. Set before memory is
+        bound."""
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -62,7 +63,7 @@ class SSMMixer(LoadedModule):
         self.bind(rest.view(narrow).view(num_rows, *inputs), memory[:end].view(wide).view(num_rows, *state))
 
     def bind(self, conv_state: Tensor, state: Tensor) -> None:
-        """Use these states of `state_shapes`: `states_per_row` for each row of the worker and for padding."""
+        """Use these tensors of `state_shapes`, with `states_per_row` states for each row and for padding."""
         assert ((conv_state.shape[1:], conv_state.dtype), (state.shape[1:], state.dtype)) == self.state_shapes
         self.conv_state, self.state = conv_state, state
 
@@ -111,8 +112,8 @@ class ShortConv(SSMMixer):
 
 
 class DecayMixer(SSMMixer):
-    """A mixer with a decaying state: the decay rate (A) of each head, or of each state element with
-    `per_element`, and the bias of time steps (dt)."""
+    """Base of mixers with a decaying state: the decay rate (A) of each head, or with `per_element` of each
+    element of the state, and the bias of the time steps (dt)."""
 
     bias_name = "dt_bias"
 
@@ -234,7 +235,8 @@ class Mamba2Mixer(DecayMixer):
 
 
 class GatedNorm(nn.Module):
-    """Gated RMS norm after Mamba-2's scan, over all channels or over groups, also across devices."""
+    """Gated RMS norm after Mamba-2's scan, over all channels or over groups of channels. Both may span
+    tensor-parallel devices."""
 
     def __init__(self, inner: Shard, facts: StateFacts, eps: float, scope: Scope) -> None:
         super().__init__()
@@ -270,7 +272,7 @@ class GatedDelta(DecayMixer):
     """Gated delta rule: a convolution, a state of key-value associations, a gated norm of each head.
 
     With `grouped` the checkpoint fuses queries, keys, values and gates in one projection and b and a in
-    another, both grouped by key head. Otherwise qkv, z, b and a are separate.
+    another, both grouped by key head. Otherwise the projections of QKV, gate (z), b and a are separate.
     """
 
     def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope, *, grouped: bool) -> None:

@@ -14,7 +14,14 @@ from quire.kernels.reference.activations import ACTIVATIONS
 from quire.kernels.reference.encoder import Angles as Angles
 from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.encoder_attention import attend_on, rotate_on
-from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKVLinear, RowLinear
+from quire.layers.linear import (
+    ColumnLinear,
+    GateUpLinear,
+    KeysWithoutBias,
+    QKVLinear,
+    RowLinear,
+    WholeLinear,
+)
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import ALONE
@@ -106,7 +113,7 @@ class VisionAttention(nn.Module):
         self.out = RowLinear(heads * head_dim, hidden, scope / style.out, bias=style.out_bias)
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        """Attend within each span and return [T, hidden]."""
+        """Attend within each span, such as an image, and return [T, hidden]. `angles` rotate Q and K."""
         qkv = self.qkv.multiply(x)
         if len(self.norms):
             weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
@@ -114,7 +121,7 @@ class VisionAttention(nn.Module):
         heads = qkv.view(len(x), -1, self.qkv.head_dim)
         parts = heads.split(self.qkv.heads, 1)
         for norm, part in zip(self.head_norms, parts, strict=False):
-            part.copy_(norm.alone(part.reshape(-1, self.qkv.head_dim)).view(part.shape))  # type: ignore[operator]
+            part.copy_(norm.normalize(part.reshape(-1, self.qkv.head_dim)).view(part.shape))  # type: ignore[operator]
         if angles is not None:
             self.rotate(heads[:, : 2 * self.qkv.heads], angles)
         q, k, v = parts
@@ -180,16 +187,16 @@ class VisionLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), spans, angles)
-        return x + self.mlp(self.mlp_norm.alone(x))
+        x = x + self.attention(self.attention_norm.normalize(x), spans, angles)
+        return x + self.mlp(self.mlp_norm.normalize(x))
 
 
 class PostNormVisionLayer(VisionLayer):
     """Encoder layer with norms of the outputs of attention and MLP, not of their inputs."""
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        x = x + self.attention_norm.alone(self.attention(x, spans, angles))
-        return x + self.mlp_norm.alone(self.mlp(x))
+        x = x + self.attention_norm.normalize(self.attention(x, spans, angles))
+        return x + self.mlp_norm.normalize(self.mlp(x))
 
 
 class ScaledVisionLayer(VisionLayer):
@@ -200,9 +207,9 @@ class ScaledVisionLayer(VisionLayer):
         self.attention_scale, self.mlp_scale = (Learned(scope / name, facts.hidden) for name in style.scales)
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        attended = self.attention(self.attention_norm.alone(x), spans, angles)
+        attended = self.attention(self.attention_norm.normalize(x), spans, angles)
         x = x + self.attention_scale.vectors * attended
-        return x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.alone(x))
+        return x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.normalize(x))
 
 
 class VisionLayers(nn.ModuleList):
@@ -215,9 +222,9 @@ class VisionLayers(nn.ModuleList):
             x = layer(x, spans, angles)
         return x
 
-    def on_squares(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+    def on_squares(self, x: Tensor) -> Tensor:
         """Run all layers on [N, tokens, hidden], with attention within each of N images."""
-        return self(x.flatten(0, 1), [x.shape[1]] * len(x), angles).view_as(x)
+        return self(x.flatten(0, 1), [x.shape[1]] * len(x)).view_as(x)
 
 
 def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIGLIP) -> VisionLayers:
@@ -229,7 +236,8 @@ def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIG
 
 class PatchEmbedding(LoadedModule):
     """Patch embedding: a convolution with stride equal to its kernel, computed as a GEMM of flat patches.
-    `kernel` is the shape of a patch in the checkpoint: (channels, [frames,] height, width) or (numbers,)."""
+    `kernel` is the shape of a patch in the checkpoint: (channels, [frames,] height, width), or (size,) of a
+    flat patch."""
 
     def __init__(self, kernel: tuple[int, ...], hidden: int, scope: Scope, *, bias: bool = True) -> None:
         super().__init__()
@@ -239,7 +247,7 @@ class PatchEmbedding(LoadedModule):
         self.bias = frozen_parameter(scope.empty(hidden)) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Project flat patches [T, numbers of a patch] of any float dtype to [T, hidden]."""
+        """Project flat patches [T, size of a patch] of any float dtype to [T, hidden]."""
         return F.linear(patches.to(self.weight.dtype), self.weight, self.bias)
 
     def targets(self) -> Iterator[Target]:
@@ -255,7 +263,7 @@ def patches_of(pixels: Tensor, size: int) -> Tensor:
 
 
 class Learned(LoadedModule):
-    """A checkpoint tensor that is used as it is, such as position embeddings; the scope has its name."""
+    """A checkpoint tensor that is used as it is, such as position embeddings; `scope.name` is its name."""
 
     def __init__(self, scope: Scope, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -264,6 +272,23 @@ class Learned(LoadedModule):
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.vectors)
+
+
+class FusedAttention(nn.Module):
+    """Attention whose query, key and value projections are stored as one tensor (in_proj), with biases."""
+
+    def __init__(self, hidden: int, heads: int, scope: Scope) -> None:
+        super().__init__()
+        self.heads = heads
+        self.weight = Learned(scope / "in_proj_weight", 3 * hidden, hidden)
+        self.bias = Learned(scope / "in_proj_bias", 3 * hidden)
+        self.out = WholeLinear(hidden, hidden, scope / "out_proj", bias=True)
+
+    def project(self, *inputs: Tensor) -> list[Tensor]:
+        """Project inputs of queries, keys and values, [..., L, hidden] each, to [..., heads, L, head_dim]."""
+        weights, biases = self.weight.vectors.chunk(3), self.bias.vectors.chunk(3)
+        projected = map(F.linear, inputs, weights, biases)
+        return [x.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for x in projected]
 
 
 class DownsamplingConv(nn.Module):

@@ -1,4 +1,4 @@
-"""Weights from a GGUF file: Hugging Face names, values dequantized or kept in blocks."""
+"""Weights from a GGUF file: Hugging Face names, values dequantized or left in quantized blocks."""
 
 import warnings
 from collections.abc import Mapping

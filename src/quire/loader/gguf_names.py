@@ -77,7 +77,7 @@ def _mamba2(name: str) -> dict[str, str]:
 
 
 LARGE_FALCON = "FalconForCausalLM, large"
-"""Falcon models with a norm for each half of a layer; the first norm by name belongs to the second half."""
+"""Key for Falcon models with separate norms of attention and MLP; `attn_norm` is the norm of the MLP."""
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     "BloomForCausalLM": {"token_embd_norm": "transformer.word_embeddings_layernorm"},
     LARGE_FALCON: {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
@@ -188,7 +188,7 @@ _BY_HEAD = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM")
 
 @cache
 def _names_of(architecture: str) -> dict[str, str]:
-    """Return the checkpoint name of each part of a GGUF file, without `.weight` or `.bias`."""
+    """Return the Hugging Face names of GGUF names, both without `.weight` or `.bias`."""
     names: DecoderNames = MODELS[architecture.partition(",")[0]].names
     mlp_parts = ("ffn_gate", "ffn_up", "ffn_down")[-len(names.mlp_names) :]
     mlp = f"{names.mlp}." if names.mlp else ""

@@ -20,7 +20,7 @@ class View(NamedTuple):
     tensor: GGUFTensor
     """The stored tensor, with the shape that the model gives it."""
     rows: NDArray[np.intp] | None = None
-    """Stored rows in the order of the model, with all leading axes as one; None: all rows as stored."""
+    """Indices of the stored rows in the model's order, with all leading axes as one; None: as stored."""
     values: Callable[[Dequantize], NDArray[np.float32]] | None = None
     """Computes the values; None if the values of the stored tensor are used."""
 
@@ -96,8 +96,8 @@ def _repeated_keys(name: str, tensor: GGUFTensor, facts: ArchFacts) -> NDArray[n
     """Return the rows of queries, keys and values of Qwen3.5, with a query and a key for each value head.
 
     With k key heads and r value heads per key head, value head i belongs to key head i % k in these files,
-    but to key head i // r in checkpoints. Value heads cannot be moved: columns of the output projection
-    share blocks."""
+    but to key head i // r in checkpoints. Value heads cannot be moved: columns of the output projection share
+    quantization blocks."""
     if not name.endswith((".in_proj_qkv.weight", ".linear_attn.conv1d.weight")) or facts.state is None:
         return None
     state = facts.state

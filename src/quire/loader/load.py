@@ -256,7 +256,7 @@ def _load(
 def _read_order(
     source: Source, layer_targets: dict[str, LayerTarget], checks: _Checks, offload: LayerOffload | None
 ) -> list[str]:
-    """Check the targets and return their names in the order to read; with `offload`, one layer at a time."""
+    """Check the targets and return their names in reading order; with `offload`, one layer after another."""
     targets = {name: target for name, (target, _) in layer_targets.items()}
     checks.check(source, targets)
     names = list(source.order(targets))
@@ -280,8 +280,8 @@ def _begin_layers(
     stored: Mapping[str, Any],
     offload: LayerOffload | None,
 ) -> Iterator[Target]:
-    """Yield the targets of these names; before a layer's first target, begin the layer and update its entries
-    of `layer_targets`."""
+    """Yield the targets of these names. Before the first target of a layer, call the layer's `begin`, which
+    may replace its targets, and update `layer_targets`."""
     begun = set[int]()
     for name in names:
         layer = layer_targets[name][1]
@@ -354,13 +354,13 @@ def _as_stored(
 
 
 def _trim_text(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
-    """Trim a text to its length in the checkpoint."""
+    """Trim the tensor of a text to the text's length in the checkpoint."""
     shape = stored.get(target.name, ())
     return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 
 
 def _check_needed(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -> None:
-    """Compare names and shapes before any tensor is read."""
+    """Raise if the checkpoint lacks a target or has another shape, before any tensor is read."""
     shapes = source.shapes(targets)
     missing = [name for name in targets if name not in shapes]
     if missing:
@@ -379,7 +379,8 @@ def _check_needed(source: Source, targets: dict[str, Target], checkpoint: Checkp
 def _check_unused(
     source: Source, targets: dict[str, Target], checkpoint: Checkpoint, stage: Stage, *, spread: bool
 ) -> None:
-    """Check the tensors of the checkpoint that no target uses; `spread`: other workers have other experts."""
+    """Raise for quantized tensors of the checkpoint that no target uses, and warn about others. With
+    `spread`, other workers have other experts, which are not reported."""
     shapes = source.shapes(targets)
     known = stage.layers(len(checkpoint.facts.layers)) if stage.count > 1 else None
     shared = {_EXPERT.sub(".*.", name) for name in targets} if spread else set()

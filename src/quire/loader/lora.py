@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.checkpoint.reader import ConfigReader
 from quire.data.lora import AdapterFacts
 from quire.errors import ConfigError, RequestError
-from quire.layers.lora import AdapterSlots, places
+from quire.layers.lora import AdapterSlots, lora_targets
 from quire.layers.lora_layers import LoRAFactors, LoRAHeadLayer, LoRAStack, LoRATarget
 from quire.layers.lora_tables import LoRAVocab
 from quire.layers.scope import Target
@@ -52,7 +52,7 @@ _REFUSED = {
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
 }
-"""Unsupported configuration keys, which need more than two matrices beside a weight, and their meanings."""
+"""Configuration keys of unsupported methods, which need more than two matrices per weight: key -> method."""
 _CHANGES_BASE = ("pissa", "corda", "olora", "lora_ga", "loftq")
 """Initializations that change the weights of the model as well."""
 _NAME = re.compile(
@@ -63,7 +63,7 @@ _COPY = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+?)(?:\.base_layer)?\.we
 
 
 class Pair(NamedTuple):
-    """The two matrices of a layer, with their names in the file."""
+    """The LoRA matrices of a layer, with their names in the file."""
 
     names: tuple[str, str]
     a: Tensor
@@ -86,7 +86,7 @@ class LoRAWeights:
 class LoRAPair(NamedTuple):
     """The matrices of one target: `a` [rank, size_in] and `b` [size_out, rank] as in the checkpoint."""
 
-    place: LoRATarget
+    target: LoRATarget
     names: tuple[str, str]
     a: Tensor
     b: Tensor
@@ -99,7 +99,7 @@ class LoRAReader:
     def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
         self.slots = slots
         self.layers = layers
-        self._places = _by_alias(places(slots))
+        self._targets = _by_alias(lora_targets(slots))
         self._stacks = _by_alias(slots.stacks.items())
         self._refused = _by_alias(slots.refused.items())
         tables = slots.tables.items()
@@ -171,14 +171,26 @@ class LoRAReader:
     # ---- matching tensors to layers
 
     def _fits(self, tensors: dict[str, Tensor], settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-        pairs, left_out = self._pairs(tensors), []
-        for layer, pair in pairs.items():
-            layer_fits = list(self._fits_of(layer, pair, settings))
-            if not layer_fits:
-                left_out.append(layer)
-            yield from layer_fits
-        if left_out and self.slots.only:
-            log.warning("Ignored %d layers of an adapter that are not in lora_target_modules", len(left_out))
+        """Yield the matrices of all targets on this device, without layers outside of lora_target_modules."""
+        num_ignored = 0
+        for name, pair in self._pairs(tensors).items():
+            if (target := self._targets.get(name)) is not None:
+                yield settings.fit(name, target, pair)
+            elif (stack := self._stacks.get(name)) is not None:
+                yield from _split_stack(name, stack, pair, settings)
+            elif reason := self._refusal(name):
+                raise ConfigError(f"{pair.names[0]}: {reason}")
+            elif is_of_other_stage(name, self.layers) or self._is_unused(name):
+                continue
+            elif self.slots.takes(name):
+                raise ConfigError(
+                    f"{pair.names[0]} is for a layer that the model does not have, "
+                    "or one without LoRA support"
+                )
+            else:
+                num_ignored += 1
+        if num_ignored:
+            log.warning("Ignored %d layers of an adapter that are not in lora_target_modules", num_ignored)
 
     def _pairs(self, tensors: dict[str, Tensor]) -> dict[str, Pair]:
         names: dict[str, dict[str, str]] = {}
@@ -187,7 +199,8 @@ class LoRAReader:
             if match is None:
                 self._check_copy(name, tensor)
                 continue
-            names.setdefault(match["layer"], {})[match["which"]] = name
+            layer = re.sub(r"(\.base_layer)+$", "", match["layer"])
+            names.setdefault(layer, {})[match["which"]] = name
             if tensor.ndim != 2 or not tensor.is_floating_point():
                 raise ConfigError(
                     f"{name} is {tensor.dtype} of the shape {tuple(tensor.shape)}, expected a matrix"
@@ -203,10 +216,10 @@ class LoRAReader:
     def _check_copy(self, name: str, tensor: Tensor) -> None:
         """Check a tensor outside of LoRA: it must be a copy of a weight of the model."""
         match = _COPY.fullmatch(name)
-        place = match and self._places.get(match["layer"])
-        is_elsewhere = match and self.layers is not None and not place
-        if place and (place.is_table or isinstance(place.lora_layer, LoRAHeadLayer)):
-            sizes = place.sizes if place.is_table else place.sizes[::-1]
+        target = match and self._targets.get(match["layer"])
+        is_elsewhere = match and self.layers is not None and not target
+        if target and (target.is_table or isinstance(target.lora_layer, LoRAHeadLayer)):
+            sizes = target.sizes if target.is_table else target.sizes[::-1]
             if tuple(tensor.shape) != sizes:
                 raise ConfigError(
                     f"{name} has the shape {tuple(tensor.shape)}, the model's {sizes}"
@@ -214,22 +227,6 @@ class LoRAReader:
                 )
         elif not is_elsewhere:
             raise ConfigError(f"{name} is not a LoRA tensor")
-
-    def _fits_of(self, layer: str, pair: Pair, settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-        """Yield the LoRA pairs of a layer; no pairs if the layer is left out or on another device."""
-        name = re.sub(r"(\.base_layer)+$", "", layer)
-        if (place := self._places.get(name)) is not None:
-            yield settings.fit(name, place, pair)
-        elif (stack := self._stacks.get(name)) is not None:
-            yield from _split_stack(name, stack, pair, settings)
-        elif reason := self._refusal(name):
-            raise ConfigError(f"{pair.names[0]}: {reason}")
-        elif (
-            not is_of_other_stage(name, self.layers) and not self._is_unused(name) and self.slots.takes(name)
-        ):
-            raise ConfigError(
-                f"{pair.names[0]} is for a layer that the model does not have, or one without LoRA support"
-            )
 
     def _refusal(self, name: str) -> str | None:
         return next((reason for at, reason in self._refused.items() if f"{name}.".startswith(f"{at}.")), None)
@@ -243,14 +240,14 @@ class LoRAReader:
         ranks: dict[str, int] = {}
         filled: Counter[str] = Counter()
         for fit in fits:
-            rank, name = len(fit.a), fit.place.lora_layer.name
+            rank, name = len(fit.a), fit.target.lora_layer.name
             if rank > self.slots.max_rank:
                 raise RequestError(
                     f"LoRA rank {rank} is greater than max_lora_rank {self.slots.max_rank}.",
                     param="lora_request",
                 )
             ranks[name] = max(rank, ranks.get(name, 0))
-            filled[name] += rank * fit.place.num_parts
+            filled[name] += rank * fit.target.num_parts
         by_layer = self.slots.room(ranks)
         for name, factors in by_layer.items():
             if filled[name] < factors.num_ranks:
@@ -283,8 +280,8 @@ def _use_one_thread() -> None:
 
 
 def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-    """Yield the pairs of all experts of a stack: A holds the ranks of each expert in turn, B the experts of
-    each rank. Some versions of PEFT swap inputs and outputs here."""
+    """Yield the pairs of all experts of a stack: Rows of A are ordered by expert, then rank; columns of B by
+    rank, then expert. Some versions of PEFT swap inputs and outputs here."""
     (rows, size_a), (size_b, columns) = pair.a.shape, pair.b.shape
     sizes = {by_expert[0].sizes: key for key, by_expert in stack.products.items()}
     is_swapped = (size_b, size_a) in sizes and (size_a, size_b) not in sizes
@@ -299,31 +296,31 @@ def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigF
     a, b = pair.a.view(num_experts, -1, size_a), pair.b.view(size_b, -1, num_experts).permute(2, 0, 1)
     if is_swapped:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
-    for place, one_a, one_b in zip(targets, a, b, strict=True):
-        yield settings.fit(f"{name}.{key}", place, Pair(pair.names, one_a, one_b))
+    for target, one_a, one_b in zip(targets, a, b, strict=True):
+        yield settings.fit(f"{name}.{key}", target, Pair(pair.names, one_a, one_b))
 
 
 @torch.inference_mode()  # a pool thread may run in another mode than the one the tensors were made in
 def _fill_all(factors: Mapping[str, LoRAFactors], fits: Sequence[LoRAPair]) -> None:
     for fit in fits:
-        _fill(fit, fit.place.of(factors[fit.place.lora_layer.name]))
+        _fill(fit, fit.target.of(factors[fit.target.lora_layer.name]))
 
 
 def _fill(fit: LoRAPair, into: LoRAFactors) -> None:
-    rank, place, (name_a, name_b) = fit.a.shape[0], fit.place, fit.names
-    if place.is_table:
+    rank, lora_target, (name_a, name_b) = fit.a.shape[0], fit.target, fit.names
+    if lora_target.is_table:
         into.a[:, :rank].copy_(fit.a.t())
     else:
         first, *others = into.a.narrow(1, 0, rank).unbind()
-        put(fit.a, Target(name_a, first, 1, (place.inputs,)))
+        put(fit.a, Target(name_a, first, 1, (lora_target.inputs,)))
         for other in others:
             other.copy_(first)
-    order, target = place.order(), Target(name_b, into.b.narrow(1, 0, rank), 0, place.outputs)
+    order, target = lora_target.order(), Target(name_b, into.b.narrow(1, 0, rank), 0, lora_target.outputs)
     if order is None and target.is_whole and fit.b.dtype == into.b.dtype:
         torch.mul(fit.b, fit.scale, out=target.tensor)
         return
     scaled = fit.b.float() * fit.scale
-    shard = scaled.new_empty(sum(run.size for run in place.outputs), rank)
+    shard = scaled.new_empty(sum(run.size for run in lora_target.outputs), rank)
     put(scaled, target._replace(tensor=shard))
     target.tensor.copy_(shard if order is None else shard[order])
 
@@ -375,16 +372,16 @@ class LoRAConfigFile:
         rank, alpha = _by_pattern(layer, self.ranks, self.rank), _by_pattern(layer, self.alphas, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.by_root else rank)
 
-    def fit(self, layer: str, place: LoRATarget, pair: Pair) -> LoRAPair:
-        """Return the pair for a place after checking its shapes."""
+    def fit(self, layer: str, target: LoRATarget, pair: Pair) -> LoRAPair:
+        """Check the shapes of a layer's matrices, and return them as the pair of a target."""
         rank, scale = self.scale(layer)
-        size_in, size_out = place.sizes
+        size_in, size_out = target.sizes
         for name, tensor, expected in zip(
             pair.names, (pair.a, pair.b), ((rank, size_in), (size_out, rank)), strict=True
         ):
             if tuple(tensor.shape) != expected:
                 raise ConfigError(f"{name} has the shape {tuple(tensor.shape)}, expected {expected}")
-        return LoRAPair(place, pair.names, pair.a, pair.b, scale)
+        return LoRAPair(target, pair.names, pair.a, pair.b, scale)
 
 
 def _modules_to_save(keys: ConfigReader) -> list[str]:

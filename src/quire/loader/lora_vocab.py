@@ -33,7 +33,7 @@ def token_indices(keys: ConfigReader) -> dict[str, list[int]]:
 
 @dataclass(slots=True)
 class _Layer:
-    """The tensors of one layer."""
+    """The tensors of an adapter for the embedding or the head."""
 
     base: Tensor | None = None
     """Rows of tokens beyond the model's vocabulary; None if the adapter has none."""

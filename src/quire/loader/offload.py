@@ -1,4 +1,4 @@
-"""Offloading of layers: their weights are in host memory and take turns in two buffers on the device."""
+"""Offloading of layers: weights are in host memory and are copied in turn to two buffers on the device."""
 
 import contextlib
 from collections import Counter
@@ -24,11 +24,11 @@ _ALIGNMENT = 256
 _SMALL = 1 << 16
 """Tensors below this size stay on the device: they take little memory, and some are read between steps."""
 _INITIAL = 1 << 20
-"""Tensors below this size keep their memory while a model is built: scales may have initial values."""
+"""Tensors below this size are not freed while a model is built: scales may have initial values."""
 
 
 class TensorPlace(NamedTuple):
-    """Memory of one or several tensors of a layer, and its place in the buffer."""
+    """Memory of one or several tensors of a layer, and its offset in the device buffer."""
 
     storage: UntypedStorage
     offset: int
@@ -48,17 +48,18 @@ class OffloadedLayer:
 
 
 class LayerOffload:
-    """Loads a model that does not fit on the device: a layer takes memory from its first weight on, and some
-    layers move to host memory as soon as all their weights are there.
+    """Loads a model that does not fit on the device. Memory of a layer is allocated for its first weight;
+    some layers move to host memory as soon as all their weights are loaded.
 
-    Kernels hold tensors that share memory with the parameters of a layer. `place` lets all of them read from
-    a buffer.
+    Kernels refer to tensors that share memory with the parameters of a layer. `place` moves all these tensors
+    into a buffer.
     """
 
     def __init__(
         self, wanted_bytes: float, device: torch.device, *, small: int = _SMALL, initial: int = _INITIAL
     ) -> None:
-        """Offload the layers that `choose_offloaded` chooses, but for tensors below `small` bytes."""
+        """Prepare to offload layers of at least `wanted_bytes`. Tensors below `small` bytes stay on the
+        device, and those below `initial` bytes have memory while the model is built."""
         self.layers: list[OffloadedLayer] = []
         """The offloaded layers, in the order of the model once they are placed."""
         self.buffers: list[Tensor] = []
@@ -70,7 +71,7 @@ class LayerOffload:
         self._targets: dict[Loads, list[Target]] = {}
         """Targets of the modules that wait for their weights."""
         self._freed: dict[int, int] = {}
-        """Bytes of the storages that are freed until their module begins to load."""
+        """Bytes of the storages that are freed until their module begins to load, by storage id."""
         self._left: list[set[Loads]] = []
         """By layer: the modules that still lack weights."""
         self._loaded_bytes: list[int] = []
@@ -158,7 +159,7 @@ class LayerOffload:
     # ---- moving weights
 
     def _places(self, number: int) -> list[TensorPlace]:
-        """Return the places of a layer's tensors in a buffer; modules shared by layers stay on the device."""
+        """Return the offsets of a layer's tensors in a buffer, without modules that several layers share."""
         shared = Counter(module for layer in self._built for module in layer.modules())
         layer, places, end = self._built[number], dict[int, TensorPlace](), 0
         for module in (module for module in layer.modules() if shared[module] == 1):
@@ -256,7 +257,7 @@ def storage_bytes(storage: UntypedStorage) -> Tensor:
 
 @torch.inference_mode()
 def _move_tensors(moves: dict[int, tuple[UntypedStorage, int]]) -> None:
-    """Let all tensors with one of these storages use another storage, from a byte offset on."""
+    """Move tensors to other storages: `moves` maps old storage ids to new storages and byte offsets."""
     for tensor in _live_tensors():
         if (move := moves.get(tensor.untyped_storage()._cdata)) is not None:
             storage, offset = move

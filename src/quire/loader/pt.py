@@ -39,7 +39,7 @@ class PickleSource(Source):
 
 
 def load_pickle(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint's file by name; their bytes are mapped, not copied."""
+    """Return the tensors of a weight file by name; their bytes are mapped, not copied."""
     return _plain_tensors(
         str(path), lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     )

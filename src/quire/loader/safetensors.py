@@ -1,4 +1,4 @@
-"""Weights from safetensors files, read by several threads; directly into place if the dtypes agree."""
+"""Weights from safetensors files, read by several threads; directly into parameters if the dtypes agree."""
 
 import ctypes
 import itertools
@@ -40,14 +40,14 @@ DTYPES = {
 }
 """Name of a dtype in safetensors files -> torch dtype."""
 _CHUNK_BYTES = 32 << 20
-"""Bytes read at a time if they cannot be read directly into place."""
+"""Bytes read at a time if they cannot be read directly into the parameter."""
 
 _LARGE_BYTES = 8 << 20
 """Least size in bytes of memory that is requested in huge pages."""
 
 
 _FLATTENED = re.compile(r"(?:\._weight_|\.weight:)(\w+)$")
-"""Parts of a tensor of torchao, which are tensors of their own in a file; with a colon in version 0.14."""
+"""Name endings of the parts of a torchao tensor, each a tensor of the file; with a colon in version 0.14."""
 _INPUT_SCALE = re.compile(r"\.weight_act_(pre_scale|quant_\w+)$")
 """Scales of torchao that inputs are multiplied by or quantized with."""
 
@@ -214,7 +214,7 @@ def merged_entries(paths: list[Path]) -> dict[str, TensorEntry]:
 
 
 def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, Tensor]]:
-    """Yield the parts of the target's shard: position in the file, and destination."""
+    """Yield the parts of the target's shard: positions in the file, and the tensors that they fill."""
     if target.is_whole:
         yield entry._replace(shape=tuple(target.tensor.shape)), target.tensor
         return

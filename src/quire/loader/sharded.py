@@ -1,4 +1,4 @@
-"""Sharded state: a model saved with its weights as the engine holds them, and loaded without repacking."""
+"""Sharded state: a model saved as its kernels read it, with files per rank; loaded without repacking."""
 
 import platform
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _PART_BYTES = 5 << 30
 
 @dataclass(frozen=True, slots=True)
 class ShardedStateKey:
-    """Settings that a state was saved for; an engine with other settings holds other tensors."""
+    """Settings that a state was saved for; an engine with other settings needs other tensors."""
 
     architecture: str
     dtype: str
@@ -50,7 +50,7 @@ def save_state(
     model: nn.Module, key: ShardedStateKey, stored: Mapping[str, tuple[int, ...]], folder: Path, rank: int = 0
 ) -> int:
     """Write all parameters of a rank into files of `folder`, with the key; return their size in bytes.
-    `stored` are the tensors of the checkpoint that the model was loaded from."""
+    `stored` holds the shapes of the tensors, by name, of the checkpoint that the model was loaded from."""
     refuse_unsaved(model)
     part: dict[str, Tensor] = {}
     num_parts = num_bytes = part_bytes = 0
@@ -68,7 +68,7 @@ def save_state(
 
 
 def refuse_unsaved(model: nn.Module) -> None:
-    """Raise for weights that repack in their own `finish`: they may hold more than parameters."""
+    """Raise for weights whose class overrides `finish`: they may consist of more than parameters."""
     if kind := repacked_kind(model):
         raise ConfigError(
             f"weights of the kind {kind} cannot be saved as a sharded state; load the checkpoint itself"
@@ -76,7 +76,7 @@ def refuse_unsaved(model: nn.Module) -> None:
 
 
 def repacked_kind(model: nn.Module) -> str:
-    """Return the class of the first weights that repack in their own `finish`; empty if there are none."""
+    """Return the name of the first weight class that overrides `finish`; empty if there is none."""
     for module in model.modules():
         finish = getattr(type(module), "finish", None)
         if isinstance(module, Weight | StoredExperts) and finish not in (Weight.finish, StoredExperts.finish):

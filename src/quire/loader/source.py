@@ -40,7 +40,7 @@ class Source:
         return [name for name in self.shapes(targets) if name in targets]
 
     def format(self, plain: Format) -> Format:
-        """Return the format that keeps layers as they are stored, with `plain` for all others."""
+        """Return the weight format of layers: as stored if this source supports it, otherwise `plain`."""
         return plain
 
     def fill(self, target: Target) -> None:

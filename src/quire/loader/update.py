@@ -2,7 +2,7 @@
 
 A layer is loaded once and may repack its weights, so that new weights cannot be written into it. New weights
 are loaded into a copy of the layer as it was before loading, its twin. The finished copy has the layout that
-the kernels read, and is copied to the same addresses: CUDA graphs and tapes stay valid."""
+the kernels read, and is copied to the same addresses: CUDA graphs and recorded CPU steps stay valid."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,7 +39,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(slots=True)
 class _Twin:
-    """A layer, and a copy of it from before loading that holds no memory."""
+    """A layer, and a copy of it from before loading, without memory."""
 
     layer: Any
     empty: Any
@@ -53,12 +53,12 @@ class LayerTwins:
     def __init__(self, checkpoint: Checkpoint, stage: Stage) -> None:
         self.checkpoint, self.stage = checkpoint, stage
         self.by_name: dict[str, _Twin] = {}
-        """The twin of each tensor that the model loads."""
+        """By the name of each tensor that the model loads: the twin of its layer."""
         self._by_stored: dict[str, str] = {}
         """Name of each of these tensors by its name in the checkpoint, which may have another prefix."""
 
     def record(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> None:
-        """Copy the layers of a model that is not loaded yet; `stored` are the tensors of the checkpoint."""
+        """Copy the layers of a model before it is loaded; `stored` maps the checkpoint's names to shapes."""
         self.by_name.clear()
         for layer in (module for module in model.modules() if isinstance(module, Loads)):
             targets = list(layer.targets())
@@ -166,7 +166,7 @@ def _target(layer: Loads, name: str) -> Target:
 
 
 def _is_kept_as_loaded(layer: Any) -> bool:
-    """Return whether the layer holds its weights as its targets were filled."""
+    """Return whether the layer computes with its weights as they were loaded, without repacking."""
     if isinstance(layer, Linear):
         return isinstance(layer.weight, PlainWeight) and not layer.orders() and not layer.transposed
     if isinstance(layer, Experts):
@@ -197,7 +197,7 @@ def _copied(module: nn.Module, convert: Callable[[Any], Any]) -> Any:
 
 
 class _Place(NamedTuple):
-    """A parameter without memory, and the device of its memory."""
+    """A parameter of a twin, without memory, and the device of the loaded parameter."""
 
     like: Tensor
     device: torch.device
@@ -243,7 +243,8 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def _pairs(live: nn.Module, staged: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, old and new tensor of each tensor that both layers hold separately; caches are left out."""
+    """Yield (name, old tensor, new tensor) for each tensor that the layer and its copy have separately.
+    Caches are left out, since the copy has none."""
     staged_tensors = dict(_tensors(staged))
     for name, tensor in _tensors(live):
         if name in staged_tensors and staged_tensors[name] is not tensor:

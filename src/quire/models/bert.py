@@ -64,7 +64,7 @@ TODAY = BertNames(
     ("post_attention_layernorm", "post_mlp_layernorm"),
     ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""Names of models with RoPE in current transformers, which also still writes the older names."""
+"""Names of models with RoPE in checkpoints of current transformers. Others have the older names below."""
 _NOMIC = BertNames(
     "encoder.layers",
     "attn",
@@ -114,7 +114,7 @@ class BertEmbeddings(nn.Module):
             x = x + self.positions(self._position_ids(batch))
         if self.tasks is not None:
             x = x + self.tasks(torch.zeros_like(batch.token_ids))
-        return self.norm.alone(x)
+        return self.norm.normalize(x)
 
     def _position_ids(self, batch: Batch) -> Tensor:
         """Return the position ids of tokens, not counting padding tokens."""
@@ -166,8 +166,8 @@ class Layer(nn.Module):
         self.mlp: nn.Module = make(facts, scope=scope, names=names.mlp)
 
     def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None) -> Tensor:
-        x = self.attention_norm.added(self.attention(x, batch, texts, bias), x)
-        return self.mlp_norm.added(self.mlp(x, batch), x)
+        x = self.attention_norm.add_and_normalize(self.attention(x, batch, texts, bias), x)
+        return self.mlp_norm.add_and_normalize(self.mlp(x, batch), x)
 
 
 class Bert(nn.Module):

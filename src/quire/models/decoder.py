@@ -32,9 +32,9 @@ class HiddenWithAux(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A stack of layers, each of which takes and returns (x, residual); their sum is the hidden state.
+    """A stack of layers. Each layer maps (x, residual) to (x, residual); x + residual is the hidden state.
 
-    A pipeline stage has some of the layers; the first has the embedding, the last has norm and head.
+    A pipeline stage has some of the layers; the first stage has the embedding, the last has norm and head.
     """
 
     Layer: LayerFactory
@@ -139,12 +139,13 @@ class Decoder(nn.Module):
         return x, residual, tuple(states[number] for number in self.aux_layers)
 
     def _copy_sum(self, index: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return a copy of x + residual, because layers add in place. Both kernels can be recorded."""
+        """Return a copy of x + residual, because layers add in place. Both operations can be recorded for
+        replay."""
         copied = self.ops.embed(index, x if residual is None else residual)
         return copied if residual is None else self.ops.add(copied, x)
 
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return (token embeddings, learned positions): the first norm adds the two."""
+        """Return the embeddings of tokens and of learned positions, if any; the first norm adds both."""
         assert self.embed is not None, "only the first stage reads tokens"
         x: Tensor = self.embed(batch.token_ids, batch)
         x = x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)

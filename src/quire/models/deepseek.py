@@ -156,7 +156,7 @@ class AXK1Layer(Layer):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = super().forward(x, residual, batch)
-        return x if self.fed_norm is None else self.fed_norm.alone(x), residual
+        return x if self.fed_norm is None else self.fed_norm.normalize(x), residual
 
 
 AXK1 = decoder_of(AXK1Layer)

@@ -54,7 +54,7 @@ class DraftHead(nn.Module):
         return target_states
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of `logits` and the `states` for the next tokens, [T, hidden] each."""
+        """Return the input of `logits`, and the states to read with the next tokens, [T, hidden] each."""
         raise NotImplementedError
 
     def logits(self, x: Tensor) -> Tensor:
@@ -135,9 +135,9 @@ class Layer3(llama.Layer):
         self.states_norm = norm_of(facts, scope / "hidden_norm")
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (x, residual) of token embeddings x and states `residual`."""
+        """Return (x, residual); the input x is token embeddings, and `residual` is hidden states."""
         assert residual is not None
-        tokens, states = self.attention_norm.alone(x), self.states_norm.alone(residual)
+        tokens, states = self.attention_norm.normalize(x), self.states_norm.normalize(residual)
         attended = self.attention(torch.cat((tokens, states), 1), batch)
         x, residual = self.mlp_norm(attended, states if self.keeps_normed else residual)
         return self.mlp(x, batch), residual
@@ -236,7 +236,7 @@ class MTP(DraftHead):
         self.norm = norm_of(facts, at(names.last))
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.token_norm.alone(self.embedded(batch.token_ids))
-        x = self.join(torch.cat((tokens, self.states_norm.alone(states)), 1))
+        tokens = self.token_norm.normalize(self.embedded(batch.token_ids))
+        x = self.join(torch.cat((tokens, self.states_norm.normalize(states)), 1))
         out, summed = self.norm(*self.layer(x, None, batch))
         return out, out if self.gives_normed else summed

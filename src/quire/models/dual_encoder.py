@@ -33,8 +33,8 @@ class DualTextLayer(nn.Module):
         self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope / "mlp", activation=facts.activation)
 
     def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), batch, texts, bias)
-        return x + self.mlp(self.mlp_norm.alone(x))
+        x = x + self.attention(self.attention_norm.normalize(x), batch, texts, bias)
+        return x + self.mlp(self.mlp_norm.normalize(x))
 
 
 class DualTextEncoder(nn.Module):
@@ -75,7 +75,7 @@ class DualTextEncoder(nn.Module):
         x: Tensor = self.embed(batch.token_ids, batch) + self.places.vectors[batch.positions]
         for layer in self.layers:
             x = layer(x, batch, texts, bias)
-        return self.project(self.norm.alone(x), batch)
+        return self.project(self.norm.normalize(x), batch)
 
 
 class ClipText(DualTextEncoder):

@@ -51,7 +51,7 @@ Flint = decoder_of(llama.layer_with(OffsetAttention))
 
 
 class LogitRouter(ExpertRouter):
-    """Router that adds the bias of the choice to the logits, not to their sigmoid."""
+    """Router that adds the bias for the choice of experts to the logits, not to their sigmoid."""
 
     def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
         logits = self.multiply(x.float(), batch)
@@ -63,7 +63,7 @@ class LogitRouter(ExpertRouter):
 
 
 class KolibriMixture(MoE):
-    """MoE block with a router by logits. The scope is the layer's."""
+    """MoE block with `LogitRouter`. The scope is the layer's."""
 
     Chooser = LogitRouter
 
@@ -118,7 +118,7 @@ class BeamAttention(llama4.Attention):
 
 
 class BeamLayer(SandwichLayer):
-    """Attention, then MLP or experts, each with a norm before and after; depth scales the residual sums."""
+    """Attention, then MLP or experts, each with a norm before and after. Residuals and outputs are scaled."""
 
     Mixer: LayerFactory = BeamAttention
 
@@ -129,9 +129,9 @@ class BeamLayer(SandwichLayer):
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         kept_mixer, mixer, kept_mlp, mlp = self.scales
         x, residual = self.attention_norm(x, residual)
-        mixed = self.ops.scale(self.attended_norm.alone(self.attention(x, batch)), mixer)
+        mixed = self.ops.scale(self.attended_norm.normalize(self.attention(x, batch)), mixer)
         x, residual = self.mlp_norm(mixed, self.ops.scale(residual, kept_mixer))
-        fed = self.ops.scale(self.fed_norm.alone(self.mlp(x, batch)), mlp)
+        fed = self.ops.scale(self.fed_norm.normalize(self.mlp(x, batch)), mlp)
         return fed, self.ops.scale(residual, kept_mlp)
 
 

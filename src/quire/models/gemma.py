@@ -21,8 +21,8 @@ class SandwichLayer(llama.Layer):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
-        x, residual = self.mlp_norm(self.attended_norm.alone(self.attention(x, batch)), residual)
-        return self.fed_norm.alone(self.mlp(x, batch)), residual
+        x, residual = self.mlp_norm(self.attended_norm.normalize(self.attention(x, batch)), residual)
+        return self.fed_norm.normalize(self.mlp(x, batch)), residual
 
 
 GemmaModel = decoder_of(

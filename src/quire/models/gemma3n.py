@@ -42,7 +42,7 @@ class AltUp(nn.Module):
 
     def _modalities(self, x: Tensor) -> Tensor:
         """Route [T, hidden] to [T, inputs]."""
-        routed = F.linear(self.norm.alone(x) * self.scale, self.router.vectors)
+        routed = F.linear(self.norm.normalize(x) * self.scale, self.router.vectors)
         return torch.tanh(routed.float()).to(x.dtype)
 
     def predict(self, states: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Laurel(nn.Module):
         self.norm = norm_of(facts, scope / "post_laurel_norm")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return x + self.norm.alone(self.right(self.left(x, batch), batch))
+        return x + self.norm.normalize(self.right(self.left(x, batch), batch))
 
 
 class SparseMLP(MLP):
@@ -170,7 +170,7 @@ class PerLayerInputs(nn.Module):
         ids = torch.where(token_ids < self.vocab, token_ids, 0).clamp_min(0)
         embedded = self.embed(ids, batch) * self.per_layer**0.5
         projected = (self.projection(x, batch) * self.hidden**-0.5).view(-1, self.per_layer)
-        return (self.norm.alone(projected).view(shape) + embedded.view(shape)) * 0.5**0.5
+        return (self.norm.normalize(projected).view(shape) + embedded.view(shape)) * 0.5**0.5
 
 
 class Layer(nn.Module):
@@ -201,16 +201,16 @@ class Layer(nn.Module):
         """Update the states [inputs, T, hidden]; `layer_input` is [T, per_layer]."""
         predicted = self.altup.predict(states)
         x = predicted[self.active]
-        normed = self.before_attention.alone(x)
-        x = x + self.after_attention.alone(self.attention(normed, batch))
+        normed = self.before_attention.normalize(x)
+        x = x + self.after_attention.normalize(self.attention(normed, batch))
         x = (x + self.laurel(normed, batch)) * 0.5**0.5
-        x = x + self.after_mlp.alone(self.mlp(self.before_mlp.alone(x), batch))
+        x = x + self.after_mlp.normalize(self.mlp(self.before_mlp.normalize(x), batch))
         states = self.altup.correct(predicted, x)
         first = states[self.active]
         first = first * self.altup.out_scale.vectors if self.is_scaled else first
         gated = F.gelu(self.gate(first, batch), approximate="tanh") * layer_input
         projected = self.widen(gated, batch)
-        states[1:] += self.after_own.alone(projected)
+        states[1:] += self.after_own.normalize(projected)
         return states
 
 
@@ -243,7 +243,7 @@ class Gemma3nModel(Decoder):
         pairs = zip(self.joined, states[1:], strict=True)
         others = [_rescale(project(x, batch), rms) for project, x in pairs]
         assert self.norm is not None
-        return self.norm.alone(torch.stack([states[0], *others]).mean(0))
+        return self.norm.normalize(torch.stack([states[0], *others]).mean(0))
 
     def set_aux_hidden_state_layers(
         self, layers: tuple[int, ...], max_tokens: int, device: torch.device

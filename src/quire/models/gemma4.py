@@ -63,10 +63,10 @@ class Gemma4Mixture(nn.Module):
         self.sum = scope.group.all_reduce
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        ids, weights = self.router(self.router_norm.alone(x), None, batch)
+        ids, weights = self.router(self.router_norm.normalize(x), None, batch)
         weights = weights * self.factors.vectors[ids.long()]
-        out: Tensor = self.experts(self.before.alone(x), ids, weights, batch)
-        return self.after.alone(self.sum(out))
+        out: Tensor = self.experts(self.before.normalize(x), ids, weights, batch)
+        return self.after.normalize(self.sum(out))
 
 
 class PerLayerGate(nn.Module):
@@ -81,7 +81,7 @@ class PerLayerGate(nn.Module):
 
     def forward(self, x: Tensor, layer_input: Tensor, batch: Batch) -> Tensor:
         gated = self.ops.activate(self.gate(x, batch), self.activation) * layer_input
-        return self.norm.alone(self.widen(gated, batch))
+        return self.norm.normalize(self.widen(gated, batch))
 
 
 class Layer(nn.Module):
@@ -110,12 +110,12 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (x, residual); `layer_input` is [T, per_layer] if the model has per-layer inputs."""
         x, residual = self.before_attention(x, residual)
-        x = self.after_attention.alone(self.attention(x, batch))
+        x = self.after_attention.normalize(self.attention(x, batch))
         x, residual = self.before_mlp(x, residual)
         x = self.mlp(x, batch)
         if self.mixture is not None and self.after_dense is not None:
-            x = self.ops.add(self.after_dense.alone(x), self.mixture(residual, batch))
-        x = self.after_mlp.alone(x)
+            x = self.ops.add(self.after_dense.normalize(x), self.mixture(residual, batch))
+        x = self.after_mlp.normalize(x)
         if self.own is not None:
             residual = self.ops.add(residual, x)
             x = self.own(residual, layer_input, batch)

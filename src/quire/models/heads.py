@@ -149,6 +149,6 @@ class MaskedLM(LoadedModule):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the weights [N, vocab] of hidden states [N, hidden]."""
-        x = self.norm.alone(self.ops.activate(self.dense(states), self.activation))
+        x = self.norm.normalize(self.ops.activate(self.dense(states), self.activation))
         logits: Tensor = self.decoder(x) + self.bias
         return logits.relu().log1p()

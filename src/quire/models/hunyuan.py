@@ -15,8 +15,7 @@ from quire.models.decoder import decoder_of
 
 
 class HeadWeights(nn.Module):
-    """Weights of both QK norms, multiplied into one weight that is applied to queries; scores do not
-    change."""
+    """Weights of both QK norms, multiplied into one weight for queries with the same attention scores."""
 
     def __init__(self, head_dim: int, scope: Scope) -> None:
         super().__init__()
@@ -37,8 +36,8 @@ class HeadWeights(nn.Module):
 
 
 class Attention(llama.Attention):
-    """Llama attention with QK norms after RoPE. RoPE keeps lengths, so normalization runs before it and the
-    weights are applied after it."""
+    """Llama attention with QK norms after RoPE. RoPE does not change lengths, so normalization runs before it
+    and the weights are applied after it."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)

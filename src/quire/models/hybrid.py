@@ -23,7 +23,11 @@ class MambaLayer(nn.Module):
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.norm = norm_of(facts, scope / "norm")
-        self.mixer = mixer_of(facts, layer, scope / "mixer")
+        self.mixer = self.build_mixer(facts, layer, rope, scope)
+
+    def build_mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
+        """Build the mixer of the layer. The scope is the layer's."""
+        return mixer_of(facts, layer, scope / "mixer")
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.norm(x, residual)
@@ -34,25 +38,17 @@ MambaModel = decoder_of(MambaLayer, body="backbone", embedding="embeddings", las
 """Mamba, Falcon-Mamba and Mamba-2 decoder: SSM layers only."""
 
 
-class NemotronHLayer(nn.Module):
+class NemotronHLayer(MambaLayer):
     """Pre-norm layer with one mixer and a residual: Mamba-2, attention, experts or a plain MLP."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
-        super().__init__()
-        self.norm = norm_of(facts, scope / "norm")
-        self.mixer: nn.Module
+    def build_mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
         if layer.mixer == "mamba":
-            self.mixer = mixer_of(facts, layer, scope / "mixer")
-        elif layer.mixer == "attention":
-            self.mixer = llama.Attention(facts, layer, rope, scope / "mixer")
-        elif layer.moe:
-            self.mixer = MoE(facts, scope)
-        else:
-            self.mixer = PlainMLP(facts, scope / "mixer", names=("up_proj", "down_proj"))
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.norm(x, residual)
-        return self.mixer(x, batch), residual
+            return super().build_mixer(facts, layer, rope, scope)
+        if layer.mixer == "attention":
+            return llama.Attention(facts, layer, rope, scope / "mixer")
+        if layer.moe:
+            return MoE(facts, scope)
+        return PlainMLP(facts, scope / "mixer", names=("up_proj", "down_proj"))
 
 
 NemotronH = decoder_of(NemotronHLayer, MambaModel)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
-from quire.layers.linear import ColumnLinear
+from quire.layers.linear import HeadGate
 from quire.layers.linear_attention import DeltaAttention, LightningAttention
 from quire.layers.lora_layers import alias_targets
 from quire.layers.mlp import MLP
@@ -82,13 +82,10 @@ class GatedLatentAttention(deepseek.Attention):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
-        self.gate = ColumnLinear(facts.hidden, facts.heads, scope / "g_proj")
+        self.gate = HeadGate(facts.hidden, facts.heads, scope / "g_proj")
 
     def attend(self, x: Tensor, batch: Batch, selected: deepseek.SelectedTokens) -> Tensor:
-        gate: Tensor = self.gate(x, batch)
-        mixed = super().attend(x, batch, selected)
-        self.ops.weigh(mixed.view(-1, self.mix.spec.v_dim), gate.view(-1, 1))
-        return mixed
+        return self.gate.scale(super().attend(x, batch, selected), x, batch)
 
 
 class Ling3Layer(KimiLinearLayer):
@@ -103,7 +100,7 @@ Ling3 = decoder_of(Ling3Layer, embedding="word_embeddings", attention="attention
 
 
 class MiniMaxLayer(llama.Layer):
-    """Lightning or softmax attention, then experts. Residuals start after the norms and have factors."""
+    """Lightning or softmax attention, then experts. Residuals are normed inputs; both addends are scaled."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)

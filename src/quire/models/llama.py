@@ -114,7 +114,7 @@ class PlainLayer(Layer):
 
 
 def layer_with(mixer: LayerFactory, layer: type[Layer] = Layer) -> type[Layer]:
-    """Return a class of layers with another attention."""
+    """Return a subclass of `layer` with `mixer` as its attention."""
     return type(layer.__name__, (layer,), {"Mixer": mixer})
 
 

@@ -47,7 +47,7 @@ class LongcatMixture(nn.Module):
 
 
 class LatentNorm(RMSNorm):
-    """RMS norm with the scale of latents folded into its weight."""
+    """RMS norm of KV latents with the model's latent scale folded into its weight."""
 
     scale = 1.0
 

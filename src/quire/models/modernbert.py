@@ -29,8 +29,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, batch: Batch, texts: Spans) -> tuple[Tensor, Tensor]:
         """Return (x, residual)."""
         if self.attention_norm is not None:
-            x = self.attention_norm.added(x, residual)
-        x = self.mlp_norm.added(self.attention(x, batch, texts), residual)
+            x = self.attention_norm.add_and_normalize(x, residual)
+        x = self.mlp_norm.add_and_normalize(self.attention(x, batch, texts), residual)
         return self.mlp(x, batch), residual
 
 
@@ -56,11 +56,11 @@ class ModernBert(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden] after the final norm."""
-        x = residual = self.embed_norm.alone(self.embed(batch.token_ids, batch))
+        x = residual = self.embed_norm.normalize(self.embed(batch.token_ids, batch))
         texts = spans(batch)
         for layer in self.layers:
             x, residual = layer(x, residual, batch, texts)
-        return self.norm.added(x, residual)
+        return self.norm.add_and_normalize(x, residual)
 
 
 class ModernBertClassifier(nn.Module):
@@ -77,4 +77,4 @@ class ModernBertClassifier(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         x = self.ops.activate(self.dense.product(states), self.activation)
-        return self.classifier.product(self.norm.alone(x))
+        return self.classifier.product(self.norm.normalize(x))

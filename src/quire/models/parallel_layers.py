@@ -41,7 +41,7 @@ class WideParallelLayer(PlainLayer):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
-        mlp_out = self.mlp(self.mlp_norm.alone(residual), batch)
+        mlp_out = self.mlp(self.mlp_norm.normalize(residual), batch)
         return self.ops.add(self.attention(x, batch), mlp_out), residual
 
 
@@ -133,4 +133,4 @@ class Bloom(Falcon):
 
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         assert self.embed_norm is not None, "only the first stage reads tokens"
-        return self.embed_norm.alone(super().embedded(batch)[0]), None
+        return self.embed_norm.normalize(super().embedded(batch)[0]), None

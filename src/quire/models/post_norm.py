@@ -32,9 +32,9 @@ class ScaledSandwichLayer(SandwichLayer):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
-        x = self._scaled(self.attended_norm.alone(self.attention(x, batch)))
+        x = self._scaled(self.attended_norm.normalize(self.attention(x, batch)))
         x, residual = self.mlp_norm(x, residual)
-        return self._scaled(self.fed_norm.alone(self.mlp(x, batch))), residual
+        return self._scaled(self.fed_norm.normalize(self.mlp(x, batch))), residual
 
 
 Afmoe = decoder_of(
@@ -52,8 +52,8 @@ class PostNormLayer(llama.Layer):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x = x if residual is None else self.ops.add(residual, x)
-        x = self.ops.add(x, self.attention_norm.alone(self.attention(x, batch)))
-        return self.mlp_norm.alone(self.mlp(x, batch)), x
+        x = self.ops.add(x, self.attention_norm.normalize(self.attention(x, batch)))
+        return self.mlp_norm.normalize(self.mlp(x, batch)), x
 
 
 Olmo2 = decoder_of(PostNormLayer, norms=("post_attention_layernorm", "post_feedforward_layernorm"))

@@ -7,7 +7,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.attention import PagedAttention
-from quire.layers.linear import ColumnLinear, Linear, RowLinear
+from quire.layers.linear import ColumnLinear, HeadGate, Linear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -39,7 +39,7 @@ class LowRankQueries(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         latent, keys_values = self.down.multiply(x, batch).split(self.sizes, 1)
-        queries = self.up(self.norm.alone(latent), batch)
+        queries = self.up(self.norm.normalize(latent), batch)
         mixed = self.mix.attend(torch.cat((queries, keys_values), 1), batch)
         return self.out(mixed, batch)
 
@@ -54,14 +54,10 @@ class GatedHeads(llama.Attention):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
-        self.ops, self.head_dim = scope.ops, facts.head_dim
-        self.gate = ColumnLinear(facts.hidden, facts.heads, scope / self.gate_name)
+        self.gate = HeadGate(facts.hidden, facts.heads, scope / self.gate_name)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        gate: Tensor = self.gate(x, batch)
-        mixed = self.mix(x, self.qkv, batch)
-        self.ops.weigh(mixed.view(-1, self.head_dim), gate.view(-1, 1))
-        return self.out(mixed, batch)
+        return self.out(self.gate.scale(self.mix(x, self.qkv, batch), x, batch), batch)
 
 
 Step35 = decoder_of(llama.layer_with(GatedHeads))

@@ -49,7 +49,7 @@ class AttentionCall(NamedTuple):
 
 
 class TransformersStep(NamedTuple):
-    """The batch, passed to every attention as a keyword argument of the model."""
+    """The batch of a step, which transformers passes to every attention as a keyword argument."""
 
     batch: Batch
 
@@ -61,7 +61,7 @@ class TransformersStep(NamedTuple):
 
 
 class _AttentionRecorder:
-    """Takes the place of `TransformersStep` in one forward pass, to record attention modules."""
+    """Replaces `TransformersStep` in one forward pass, to record attention modules and parameters."""
 
     def __init__(self) -> None:
         self.specs: dict[nn.Module, AttentionSpec] = {}
@@ -149,7 +149,7 @@ def build(borrowed: TransformersFacts, scope: Scope) -> Any:
 
 
 def _auto_class(config: Any) -> Any:
-    """Return the class that builds the model: a decoder, or a multimodal model of which the text is used."""
+    """Return the class that builds the model: a decoder, or a multimodal model whose text decoder is used."""
     import transformers
 
     multimodal: Any = getattr(

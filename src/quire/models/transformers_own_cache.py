@@ -23,7 +23,7 @@ _CHUNKABLE = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 
 
 class _CacheMark(nn.Module):
-    """Stands for the cache of one layer in the engine's plan. Its memory is not used."""
+    """Stands for the cache of one layer in the engine's memory plan. Its memory is not used."""
 
     def __init__(self, cache_spec: CacheSpec) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class _CacheMark(nn.Module):
 class OwnCacheModel(TransformersModel):
     """A model of transformers that computes one sequence after another, each with transformers' cache.
 
-    A prompt is computed whole if one step has it whole. Later tokens are computed one by one, unless all
-    layers of the cache are plain keys and values: states of a recurrence and compressed keys are defined for
-    whole prompts and for single tokens only.
+    A prompt is computed at once if one step has all of its tokens. Later tokens are computed one by one,
+    unless all layers of the cache are plain keys and values: SSM states and compressed keys can be updated
+    only by whole prompts or single tokens.
     """
 
     difference = "sequence by sequence it computes other logits than transformers"
@@ -125,6 +125,6 @@ class OwnCacheModel(TransformersModel):
 
 
 def _takes_chunks(cache: Any) -> bool:
-    """Return whether a cache has nothing but keys and values of all tokens or of a window."""
+    """Return whether all layers of a cache are plain keys and values, of all tokens or of a window."""
     layers: Any = getattr(cache, "layers", None) or ()
     return bool(layers) and all(type(layer).__name__ in _CHUNKABLE for layer in layers)

@@ -38,7 +38,8 @@ class SharedBlock(nn.Module):
 
 
 class SharedLayerLoRA(nn.Module):
-    """Low-rank adapter of a shared linear layer for one use: for each part a down and an up projection."""
+    """Low-rank adapter of a shared linear layer, for one layer that uses it. Each part of a fused linear
+    layer has a down and an up projection."""
 
     def __init__(self, size_in: int, rank: int, parts: dict[str, Runs], scope: Scope) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class SharedLayerLoRA(nn.Module):
 
 
 class SharedBlockUse(nn.Module):
-    """Use of a shared block in a layer's scope, with its own KV cache, adapters and output projection."""
+    """A layer's use of a shared block, with the layer's own KV cache, adapters and output projection."""
 
     def __init__(
         self, facts: ArchFacts, layer: LayerFacts, rope: Rope, block: SharedBlock, scope: Scope
@@ -82,9 +83,9 @@ class SharedBlockUse(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, embeddings: Tensor) -> Tensor:
         block, mlp = self.block, self.block.mlp
-        qkv = self._project_qkv(block.norm.alone(torch.cat((x, embeddings), 1)), batch)
+        qkv = self._project_qkv(block.norm.normalize(torch.cat((x, embeddings), 1)), batch)
         mixed = self.mix.attend(qkv, batch)
-        x = block.mlp_norm.alone(block.out(mixed, batch))
+        x = block.mlp_norm.normalize(block.out(mixed, batch))
         gate_up = self.more_gate_up(mlp.gate_up.multiply(x, batch), x, batch)
         down = mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation), batch)
         return self.linear(down, batch)
@@ -95,13 +96,14 @@ class SharedBlockUse(nn.Module):
 
 
 class BlockFactory(Protocol):
-    """Function that returns the shared block of the layer that first uses it."""
+    """Function that returns the shared block that the checkpoint stores under a layer number."""
 
     def __call__(self, number: int, /) -> SharedBlock: ...
 
 
 class Layer(nn.Module):
-    """Pre-norm Mamba-2 layer. The output of a shared block is an input of Mamba only, not of the residual."""
+    """Pre-norm Mamba-2 layer. The output of a shared block is added to Mamba's input only, not to the
+    residual."""
 
     def __init__(
         self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope, *, blocks: BlockFactory
@@ -124,7 +126,7 @@ class Layer(nn.Module):
             x, residual = self.norm(x, residual)
             return self.mamba(x, batch), residual
         residual = x if residual is None else self.ops.add(residual, x)
-        x = self.norm.alone(self.ops.add(self.use(residual, batch, embeddings), residual))
+        x = self.norm.normalize(self.ops.add(self.use(residual, batch, embeddings), residual))
         return self.mamba(x, batch), residual
 
 

@@ -191,7 +191,7 @@ class BlockFloatExperts(StoredExperts):
         self.stored, self.target = {}, target
         self.gate_up_bias = self.down_bias = None
         target.finish()
-        self.mix = target.mix
+        self.mix, self.adapts = target.mix, target.adapts
 
     def by_expert(self) -> list[list[Tensor]]:
         assert self.target is not None

@@ -1,6 +1,5 @@
 """StoredExperts: all experts of a layer in some format."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +37,8 @@ class StoredExperts(StoredTensors):
     mix: Callable[..., Tensor]
     """Computes the weighted sum of the selected experts' outputs (`mix` of `kernels/reference/moe.py`); set
     by `finish`."""
+    adapts: bool = True
+    """Whether `mix` supports LoRA adapters; set together with `mix`."""
 
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__()
@@ -52,11 +53,6 @@ class StoredExperts(StoredTensors):
             if shape.bias
             else None
         )
-
-    @property
-    def adapts(self) -> bool:
-        """Whether `mix` supports LoRA adapters; known after `finish`."""
-        return "adapters" in inspect.signature(self.mix).parameters
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.mix(x, ids, weights)

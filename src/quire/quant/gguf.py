@@ -214,6 +214,8 @@ class GGUFExperts(StoredExperts):
 class GGUFExpertsOnGPU(GGUFExperts):
     """GGUF experts in the layout of the GPU kernels (`Planes`); gate and up of an expert are adjacent."""
 
+    adapts = False
+
     def finish(self) -> None:
         from quire.kernels.triton.gguf_launch import mix
 

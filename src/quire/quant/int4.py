@@ -357,6 +357,7 @@ class Int4Experts(StoredExperts):
             biases=(self.gate_up_bias, self.down_bias),
             activation=self.shape.activation,
         )
+        self.adapts = False
         return True
 
     def _on_cpu(self) -> bool:

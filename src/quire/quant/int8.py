@@ -242,6 +242,7 @@ class Int8Experts(StoredExperts):
             both = Int8Codes(gate_up, self.gate_up_scales), Int8Codes(down, self.down_scales)
             experts = ExpertCodes(*both, *self.biases)
             self.mix = functools.partial(mix, experts=experts, activation=shape.activation)
+            self.adapts = False
         else:
             num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
             ups, downs = (

@@ -83,6 +83,7 @@ class Mxfp4Experts(StoredExperts):
             self.mix = CpuExperts([[part] for part in gates], downs, activation, *self.biases)
         else:
             self.mix = functools.partial(self._mix_unpacked, activation=activation)
+        self.adapts = isinstance(self.mix, CpuExperts)
 
     def _repack(self, blocks: nn.Parameter, scales: nn.Parameter) -> list[Matrix]:
         """Return the matrices in the layout of the native kernel, and release the loaded tensors."""

@@ -46,10 +46,10 @@ def apply_masks(logits: Tensor, packed: Tensor) -> None:
 
 
 class HostMasks:
-    """Constrains rows with logits on the host."""
+    """Applies grammar masks to logits on the host."""
 
     def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
-        """Mask `logits` [N, V] in place by the mask of each row."""
+        """Mask `logits` [N, V] in place; return the packed masks (see `pack`)."""
         packed = torch.empty((len(masks.rows), 1 + masks.bits.shape[1]), dtype=torch.int32)
         pack(masks, places, packed.numpy())
         if native.serves(logits.device, logits.dtype):
@@ -60,7 +60,8 @@ class HostMasks:
 
 
 class CudaMasks:
-    """Constrains rows on a GPU. Masks are copied on a separate stream, while the layers still compute."""
+    """Applies grammar masks on a GPU. Masks are copied on a separate stream, while the layers still
+    compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -115,14 +116,14 @@ def open_masks(device: torch.device) -> MaskApplier:
 
 
 class ConstrainedRows:
-    """The logits of constrained rows after masking, for rows with further restrictions."""
+    """A copy of the logits after grammar masks, for rows with further restrictions, such as bad words."""
 
     def __init__(self, logits: Tensor, at: NDArray[np.intp]) -> None:
         self._index = to_device(at, logits.device)
         self._logits = logits.index_select(0, self._index)
 
     def revive(self, logits: Tensor) -> None:
-        """Restore the masked logits of rows that were left without a token."""
+        """Restore the copied logits of rows in which the further restrictions left no token."""
         now = logits.index_select(0, self._index)
         empty = now.amax(dim=-1, keepdim=True) == -torch.inf
         logits.index_copy_(0, self._index, torch.where(empty, self._logits, now))

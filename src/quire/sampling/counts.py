@@ -23,7 +23,7 @@ class Counts:
         return self.prompt_seen.nbytes + self.counts.nbytes
 
     def forget(self) -> None:
-        """Invalidate all counts."""
+        """Invalidate all counts: each row is counted again from its tokens on the host."""
         self._admission_of.fill(-1)
 
     def penalise(self, logits: Tensor, rows: Ints, state: SamplingRows, history: History) -> None:

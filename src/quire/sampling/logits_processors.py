@@ -186,7 +186,7 @@ class ProcessorBatch:
         self._order = None
 
     def _update(self, rows: list[int]) -> BatchUpdate | None:
-        """Change the batch to these rows and return the changes."""
+        """Change the batch to these rows and return the changes; None if there are none."""
         wanted = {(row, int(self._state.admission[row])) for row in rows}
         known = {(entry.row, entry.admission) for entry in self._batch}
         free = [at for at, entry in enumerate(self._batch) if (entry.row, entry.admission) not in wanted]

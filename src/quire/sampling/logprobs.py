@@ -24,8 +24,8 @@ def row_logprobs(
     """Return for each row of `logits` [R, V] the logprob of its token [R], then of its `num_best` [R] best.
 
     `mode` is a logprobs_mode: `*_logits` returns unnormalized values. The rank counts the tokens at least as
-    likely as the row's own. A NaN becomes -inf. `ends` is the vocabulary size of each row, if some have fewer
-    tokens than there are logits.
+    likely as the row's token. A NaN becomes -inf. `ends` is the vocabulary size of each row, if some have
+    fewer tokens than there are logits.
     """
     token_ids = token_ids[:, None]
     chosen = logits.gather(1, token_ids)
@@ -49,7 +49,7 @@ def row_logprobs(
 def append_listed(
     entries: list[RowLogprobs], logits: Tensor, at: Tensor, token_ids: Tensor, mode: str
 ) -> None:
-    """Add the tokens of logprob_token_ids: token i is added to `entries[at[i]]`."""
+    """Append the tokens of logprob_token_ids with their logprobs: token i to `entries[at[i]]`."""
     values = _without_nan(logits[at, token_ids] - _normaliser(logits, mode)[at, 0])
     for place, token_id, value in zip(at.tolist(), token_ids.tolist(), values.tolist(), strict=True):
         entries[place].token_ids.append(token_id)

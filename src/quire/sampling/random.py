@@ -1,4 +1,4 @@
-"""Random sampling: a number per row from (seed, position), a floor under the logits, the inverse CDF.
+"""Random sampling: a uniform number per row from (seed, position), a least logit (floor), the inverse CDF.
 
 A sample depends on its own row only, never on the rest of the batch, on preemption or on arrival order.
 """
@@ -53,10 +53,10 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def floors(
     logits: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float64]
 ) -> Tensor:
-    """Return [R, 1], the least logit that min_p, then top_k, then top_p keep in each row of `logits` [R, V].
+    """Return [R, 1], the least logit that min_p, then top_k, then top_p allow in each row of `logits` [R, V].
 
-    A floor is a value, not a count: tokens tied with the last one are kept too, by top_k and by top_p alike,
-    so that the kept set does not depend on the order of equal values in a sort.
+    A floor is a value, not a count: tokens whose logits equal the floor are all allowed, by top_k and top_p
+    alike, so that the result does not depend on the order of equal values in a sort.
     """
     peak = logits.amax(dim=-1, keepdim=True)
     with np.errstate(divide="ignore"):
@@ -105,7 +105,7 @@ def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) 
 
 
 def _find_mass(best: Tensor, floor: Tensor, peak: Tensor, target_mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the floor at which the best tokens hold the wanted mass, and whether they reach that mass."""
+    """Return the floor at which the tokens of `best` have `target_mass`, and whether `best` has that mass."""
     mass = _weights(best, floor, peak).cumsum(dim=-1, dtype=torch.float64)
     num_short = (mass < target_mass).sum(dim=-1, keepdim=True)
     last = num_short.clamp(max=best.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""The sampling parameters of all rows, in columns and tables that a step reads at once."""
+"""The sampling parameters of all rows (running sequences), as arrays that a step indexes by row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ Ints = NDArray[np.int32]
 
 
 class History(NamedTuple):
-    """The tokens of all rows."""
+    """The tokens of all rows: prompt, then output."""
 
     tokens: Ints
     """[max_rows, max_len]"""
@@ -45,7 +45,7 @@ _PAD = -1
 
 
 class TokenTable:
-    """Entries (row, token id, value) of many rows; those of one row stay in order."""
+    """A table of entries (row, token id, value); the entries of a row stay in the order of insertion."""
 
     def __init__(self) -> None:
         self._entries = np.empty(64, _ENTRY)
@@ -71,7 +71,8 @@ class TokenTable:
         self._entries[: self._size] = kept
 
     def select(self, places: Ints) -> tuple[Ints, Ints, NDArray[np.float64]]:
-        """Return the entries of the rows in the batch, as (positions, token ids, values)."""
+        """Return the entries of the rows in the batch, as (batch positions, token ids, values). `places` is
+        the result of `SamplingRows.places`."""
         entries = self._entries[: self._size]
         at = places[entries["row"]]
         here = at >= 0
@@ -113,7 +114,8 @@ class WordTable:
         self._prefixes = self._prefixes[kept, self._prefixes.shape[1] - width :]
 
     def select(self, places: Ints, history: History) -> tuple[Ints, Ints]:
-        """Return the (positions, token ids) to ban now."""
+        """Return the (batch positions, token ids) to ban now. `places` is the result of
+        `SamplingRows.places`."""
         tokens, num_tokens, prompt_lens = history
         live = np.flatnonzero(places[self._rows] >= 0)
         rows, prefixes = self._rows[live], self._prefixes[live]
@@ -127,7 +129,7 @@ class WordTable:
 
 
 class SamplingRows:
-    """The sampling parameters of all rows. A row has none before `admit` and after `release`."""
+    """The sampling parameters of all rows. A row has parameters from `admit` until `release`."""
 
     def __init__(
         self,
@@ -157,12 +159,12 @@ class SamplingRows:
         self.presence = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.ends = np.full(max_rows, vocab, np.int32)
-        """Vocabulary size of the model with the request's adapter."""
+        """Vocabulary size of each row: the model's, and the tokens that the request's adapter adds."""
         self.num_logprobs = np.zeros(max_rows, np.int32)
         """Number of top logprobs besides the sampled token."""
         self.allowed = TokenTable()
         self.held = TokenTable()
-        """Tokens banned up to a sequence length, which is the value."""
+        """Tokens that are banned while the sequence is shorter than the entry's value."""
         self.biased = TokenTable()
         self.listed = TokenTable()
         self.banned = WordTable()
@@ -255,7 +257,7 @@ class SamplingRows:
         self.flags[row] = 0
 
     def special(self, rows: Ints) -> int:
-        """Return the features of these rows that sampling within the forward pass does not support."""
+        """Return the flags of these rows that sampling in the forward pass's CUDA graph does not support."""
         return int(np.bitwise_or.reduce(self.flags[rows])) & ~(RANDOM | LIMITED)
 
     def places(self, rows: Ints) -> Ints:

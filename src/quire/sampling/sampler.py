@@ -23,7 +23,7 @@ from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Hi
 from quire.sampling.transfer import take_rows, to_device
 
 Resample = Callable[[Masks, Ints], Tensor | None]
-"""Samples under masks, given the first position of each row in the batch; returns None if it cannot."""
+"""Function (grammar masks, first batch position of each row) -> sampled token ids, or None if it cannot."""
 _FREE = Masks()
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
@@ -44,10 +44,12 @@ class Sampled:
     routes: tuple[Tensor, Tensor] | None = None
     """`StepRoutes` on the host, complete when the tokens are; None if requests do not return experts."""
     counts: Counts | None = None
-    """Counts that include all sampled tokens of rows with drafts, as if all were accepted."""
+    """Token counts for penalties; of rows with draft tokens they include all sampled tokens, as if
+    accepted."""
 
     def result(self, rows: NDArray[Any], token_ids: Ints, counts: Ints) -> StepResult:
-        """Return the result with the accepted tokens of `rows`: `counts` each; empty `counts`: one each."""
+        """Return the step's result. `counts` are the numbers of accepted tokens of `rows`; empty if all are
+        1."""
         if len(counts) and self.logprobs:
             count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
             self.logprobs = {row: values[: count_of[row]] for row, values in self.logprobs.items()}
@@ -122,7 +124,7 @@ class Sampler:
         resampled = None if special or resample is None else resample(masks, state.places(rows))
         if resampled is not None:
             return Sampled(resampled)
-        masks.wait()
+        masks.wait_for_bits()
         if len(masks.rows):
             self.constrain(logits, masks, state.places(rows))
         elif not special and sampled_in_graph is not None:
@@ -174,7 +176,7 @@ class Sampler:
         tensors: SamplingTensors | None,
         constrained: Ints,
     ) -> Sampled:
-        """Sample rows with any features, as many as fit at once."""
+        """Sample rows with any sampling features; the caller limits the number of rows."""
         logits = logits.float()
         constrained_rows = None
         if len(constrained):
@@ -216,7 +218,7 @@ class Sampler:
         return None if processors is None else lambda logits: processors.apply(logits, processors.others)
 
     def _sample(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
-        """Return [N] int64; leave in `logits` the values that each token was sampled from."""
+        """Return token ids [N] int64; leave in `logits` the values that each token was sampled from."""
         random = np.flatnonzero(state.flags[rows] & RANDOM)
         if not len(random):
             return _best(logits)

@@ -15,7 +15,8 @@ from quire.sampling.transfer import to_device
 
 
 class TimestampBounds(NamedTuple):
-    """The tokens that may come next, by row."""
+    """The tokens that may come next in each row: text ids from `text` on, timestamps from `first` to
+    `end`."""
 
     zero: Ints
     """First timestamp token."""

@@ -35,8 +35,8 @@ class Tower(nn.Module):
         return bool(heads) and all(number % count == 0 for number in heads)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode all items in one batch; return [num_vectors, hidden * (1 + deepstack levels)] each. An
-        item holds its arrays on the device, by the names that the family's processor gives them."""
+        """Encode all items in one batch; return [num_vectors, hidden * (1 + deepstack levels)] each. An item
+        maps the array names of the family's processor to tensors on the device."""
         raise NotImplementedError
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def split_by_item(vectors: Tensor, counts: Iterable[int], num_images: Iterable[i
 
 
 class AnySizeTower(Tower):
-    """Encodes all items in one batch; their arrays are images of any shape, or stacks of one shape."""
+    """Encodes all items in one batch. An array is an image of any shape, or a stack of images."""
 
     arrays: tuple[str, ...] = ("pixels",)
     """Names of the arrays of an item."""
@@ -53,7 +53,8 @@ class AnySizeTower(Tower):
         raise NotImplementedError
 
     def encode_images(self, stacks: list[Tensor], grids: list[Grid]) -> tuple[Tensor, list[int]]:
-        """Return the vectors of all images, which have these grids, and the number of vectors per image."""
+        """Return the vectors of all images with these grids of patches, and the number of vectors per
+        image."""
         raise NotImplementedError
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

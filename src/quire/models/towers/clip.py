@@ -21,8 +21,9 @@ from quire.checkpoint.multimodal.llava import LlavaFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.patch_positions import position_ids
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, patches_of, vision_layers
+from quire.layers.vision import FusedAttention, Learned, PatchEmbedding, VisionMLP, patches_of, vision_layers
 from quire.models.towers.fixed_size import FixedSizeTower, pixel_shuffle
 
 _NAMES = ("model.vision_tower.vision_model", "model.vision_tower", "model.vision_model")
@@ -32,7 +33,7 @@ _NAMES = ("model.vision_tower.vision_model", "model.vision_tower", "model.vision
 class ViT(nn.Module):
     """Patch and position embeddings, the first `depth` layers, and with `is_normed` the final norm.
 
-    CLIP also has a class embedding at the front, a norm before the layers, and no bias of patches.
+    CLIP also has a class embedding at the front, a norm before the layers, and no bias of patch embeddings.
     """
 
     def __init__(self, facts: ViTFacts, depth: int, scope: Scope, *, is_normed: bool = False) -> None:
@@ -68,14 +69,14 @@ class ViT(nn.Module):
         count = x.shape[1]
         places = self.places.vectors
         x = (x + (places if self.order is None else places[self.order])).flatten(0, 1)
-        x = x if self.first_norm is None else self.first_norm.alone(x)
+        x = x if self.first_norm is None else self.first_norm.normalize(x)
         images = spans_of(np.full(len(pixels), count, np.int32), x.device)
         states = [x]
         for layer in self.layers:
             x = layer(x, images)
             if depths:
                 states.append(x)
-        x = x if self.last_norm is None else self.last_norm.alone(x)
+        x = x if self.last_norm is None else self.last_norm.normalize(x)
         out = torch.cat([states[depth] for depth in depths], -1) if depths else x
         return out.view(len(pixels), count, -1)
 
@@ -106,23 +107,15 @@ class SiglipEmbedding(FixedSizeTower):
         vit, head = self.facts.vit, scope / "model" / "vision_model" / "head"
         self.vit = ViT(vit, vit.layers, scope, is_normed=True)
         self.probe = Learned(head / "probe", 1, 1, vit.hidden)
-        attention = head / "attention"
-        self.weight = Learned(attention / "in_proj_weight", 3 * vit.hidden, vit.hidden)
-        self.bias = Learned(attention / "in_proj_bias", 3 * vit.hidden)
-        self.out = WholeLinear(vit.hidden, vit.hidden, attention / "out_proj", bias=True)
+        self.attention = FusedAttention(vit.hidden, vit.heads, head / "attention")
         self.norm = LayerNorm(vit.hidden, vit.norm_eps, head / "layernorm")
         self.mlp = VisionMLP(vit.hidden, vit.intermediate, head / "mlp", activation=vit.activation)
 
     def forward(self, pixels: Tensor) -> Tensor:
         states, probe = self.vit(pixels), self.probe.vectors.expand(len(pixels), -1, -1)
-        weights, biases = self.weight.vectors.chunk(3), self.bias.vectors.chunk(3)
-        queries, keys, values = (
-            F.linear(x, weight, bias).unflatten(-1, (self.facts.vit.heads, -1)).transpose(1, 2)
-            for x, weight, bias in zip((probe, states, states), weights, biases, strict=True)
-        )
-        mixed = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
-        x = self.out(mixed.flatten(1))
-        vectors: Tensor = x + self.mlp(self.norm.alone(x))
+        mixed = F.scaled_dot_product_attention(*self.attention.project(probe, states, states))
+        x = self.attention.out(mixed.transpose(1, 2).flatten(1))
+        vectors: Tensor = x + self.mlp(self.norm.normalize(x))
         return vectors[:, None]
 
 
@@ -227,7 +220,7 @@ class Aya(FixedSizeTower):
         states = self.vit(pixels, self.facts.depths)[:, self.facts.first :]
         x = pixel_shuffle(states, self.facts.gather)
         flat = x.flatten(0, 1)
-        up, gate = self.up(flat if self.norm is None else self.norm.alone(flat)).chunk(2, -1)
+        up, gate = self.up(flat if self.norm is None else self.norm.normalize(flat)).chunk(2, -1)
         vectors: Tensor = self.down(F.silu(gate) * up)
         return vectors.view(*x.shape[:2], -1)
 
@@ -252,12 +245,10 @@ class Idefics3(FixedSizeTower):
 
 
 def compute_position_ids(side: int) -> Tensor:
-    """Return the position id of each patch by its start as a fraction of the side in float32. Rounding gives
-    some patches the id of an adjacent one; the models were trained that way."""
-    borders = torch.arange(1 / side, 1.0, 1 / side)
-    begins = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
-    along = torch.bucketize(begins, borders, right=True)
-    return (along[:, None] * side + along).flatten()
+    """Return the position id of each patch, from its start as a fraction of the image's side in float32.
+    Rounding gives some patches the id of an adjacent one; the models were trained that way."""
+    starts = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+    return position_ids((starts, starts), side)
 
 
 class GemmaProjector(nn.Module):
@@ -275,7 +266,7 @@ class GemmaProjector(nn.Module):
         """Project [N, patches, hidden] to [N, side * side, size_out]."""
         grid = x.view(len(x), self.side, self.square, self.side, self.square, -1)
         means = grid.mean((2, 4)).flatten(0, 2)
-        return (self.norm.alone(means) @ self.weight.vectors).view(len(x), self.side**2, -1)
+        return (self.norm.normalize(means) @ self.weight.vectors).view(len(x), self.side**2, -1)
 
 
 class Gemma3(FixedSizeTower):

@@ -13,6 +13,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models.towers import Tower
+from quire.models.towers.gemma4 import unit_norm
 from quire.models.towers.omni import sinusoids
 
 _EPS = 1e-6
@@ -60,7 +61,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         facts, heads, clip = self.facts, self.facts.heads, self.facts.clip
-        normed = self.before.alone(x.clamp(-clip, clip))
+        normed = self.before.normalize(x.clamp(-clip, clip))
         q, k, v = (project(normed).view(len(x), heads, -1) for project in (self.q, self.k, self.v))
         unit = F.softplus(torch.zeros((), device=x.device, dtype=x.dtype))
         q = q * (F.softplus(self.scale.vectors) * q.shape[-1] ** -0.5 / unit)
@@ -74,7 +75,7 @@ class Attention(nn.Module):
         is_valid = (keys >= 0) & (keys < len(x))
         weights = scores.masked_fill(~is_valid[:, None], -torch.inf).softmax(-1, dtype=torch.float32)
         mixed = torch.einsum("thf,thdf->thd", weights.to(v.dtype), v).flatten(1)
-        return x + self.after.alone(self.out(mixed).clamp(-clip, clip))
+        return x + self.after.normalize(self.out(mixed).clamp(-clip, clip))
 
 
 class FeedForward(nn.Module):
@@ -90,8 +91,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         clip = self.facts.clip
-        projected = self.down(F.silu(self.up(self.before.alone(x.clamp(-clip, clip)))))
-        return x + self.after.alone(projected.clamp(-clip, clip)) * self.facts.residual
+        projected = self.down(F.silu(self.up(self.before.normalize(x.clamp(-clip, clip)))))
+        return x + self.after.normalize(projected.clamp(-clip, clip)) * self.facts.residual
 
 
 class LightConvolution(nn.Module):
@@ -108,9 +109,9 @@ class LightConvolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         clip = self.facts.clip
-        gated = F.glu(self.start(self.before.alone(x))).T
+        gated = F.glu(self.start(self.before.normalize(x))).T
         mixed = F.conv1d(F.pad(gated, (self.facts.kernel - 1, 0)), self.weight.vectors, groups=len(gated))
-        return x + self.end(F.silu(self.norm.alone(mixed.T.contiguous().clamp(-clip, clip))))
+        return x + self.end(F.silu(self.norm.normalize(mixed.T.contiguous().clamp(-clip, clip))))
 
 
 class Layer(nn.Module):
@@ -127,7 +128,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.last(self.near(self.attention(self.first(x))))
-        return self.norm.alone(x.clamp(-self.clip, self.clip))
+        return self.norm.normalize(x.clamp(-self.clip, self.clip))
 
 
 class Gemma3nTower(Tower):
@@ -160,9 +161,7 @@ class Gemma3nTower(Tower):
         return ()
 
     def _project(self, normed: Tensor) -> Tensor:
-        wide = self.product(normed).float()
-        out: Tensor = wide * (wide.square().mean(-1, keepdim=True) + self.facts.norm_eps).rsqrt()
-        return out.to(normed.dtype)
+        return unit_norm(self.product(normed), self.facts.norm_eps)
 
     def _encode_one(self, mel: Tensor) -> Tensor:
         x = mel[None]
@@ -171,12 +170,12 @@ class Gemma3nTower(Tower):
         x = self.flat(x.permute(1, 2, 0).flatten(1))
         for layer in self.layers:
             x = layer(x)
-        return self._project(self.soft.alone(x[:: self.facts.every].contiguous()))
+        return self._project(self.soft.normalize(x[:: self.facts.every].contiguous()))
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         facts = self.facts
         marks = self.table.vectors[[facts.end_id - facts.first, facts.vocab - 1]]
-        end, padding = self._project(self.hard.alone(marks)).split(1)
+        end, padding = self._project(self.hard.normalize(marks)).split(1)
         encoded = [self._encode_one(item["mel"])[: facts.tokens] for item in items]
         return [torch.cat((x, padding.expand(facts.tokens - len(x), -1), end)) for x in encoded]
 

@@ -15,9 +15,10 @@ from quire.kernels.reference.ops import rotate
 from quire.layers.encoder_attention import attend_on
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
+from quire.layers.patch_positions import axial_frequencies, grid_places
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
-from quire.models.towers.any_size import AnySizeTower, Grid, channel_last_patches, grid_of
+from quire.models.towers.any_size import AnySizeTower, channel_last_patches, grid_of, squares_of
 
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 Axes = list[tuple[Tensor, Tensor]]
@@ -62,7 +63,7 @@ class Gemma4VisionLayer(nn.Module):
         self.norms = nn.ModuleList(RMSNorm(hidden, eps, scope / f"{name}_layernorm") for name in names)
 
     def forward(self, x: Tensor, images: Spans, axes: Axes) -> Tensor:
-        before, after, before_mlp, after_mlp = (norm.alone for norm in self.norms)
+        before, after, before_mlp, after_mlp = (norm.normalize for norm in self.norms)
         x = x + after(self._attention(before(x), images, axes))  # type: ignore[operator]
         y = before_mlp(x)  # type: ignore[operator]
         return x + after_mlp(self.down(F.gelu(self.gate(y), approximate="tanh") * self.up(y)))  # type: ignore[operator]
@@ -70,7 +71,7 @@ class Gemma4VisionLayer(nn.Module):
     def _attention(self, x: Tensor, images: Spans, axes: Axes) -> Tensor:
         shape, size = (len(x), self.facts.heads, self.facts.head_dim), self.facts.head_dim
         q, k = (
-            _rotate_axes(norm.alone(part(x).view(-1, size)).view(shape), axes)
+            _rotate_axes(norm.normalize(part(x).view(-1, size)).view(shape), axes)
             for part, norm in ((self.q, self.q_norm), (self.k, self.k_norm))
         )
         v = unit_norm(self.v(x).view(shape), self.facts.norm_eps)
@@ -118,41 +119,29 @@ class Gemma4Tower(AnySizeTower):
         pixels = [item["pixels"] for item in items]
         grids = [grid_of(image, patch) for image in pixels]
         flat = torch.cat([channel_last_patches(image[None], patch) for image in pixels])
-        columns, rows = (torch.cat(parts) for parts in zip(*map(self._places, grids), strict=True))
+        rows, columns = torch.cat([grid_places(grid, self.device) for grid in grids]).unbind(1)
         table = self.table.vectors
         x = self.patches((2 * flat - 1).to(table.dtype)) + table[0][columns] + table[1][rows]
         axes = [self._angles(columns), self._angles(rows)]
         images = spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
         for layer in self.layers:
             x = layer(x, images, axes)
-        means = [
-            self._merge(part, grid)
-            for part, grid in zip(x.split([*map(math.prod, grids)]), grids, strict=True)
-        ]
-        vectors: Tensor = self.project(unit_norm(torch.cat(means), self.facts.norm_eps).to(x.dtype))
-        return list(vectors.split([len(part) for part in means]))
-
-    def _places(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Return the column and the row of each patch."""
-        rows, columns = (torch.arange(count, device=self.device) for count in grid)
-        return columns.repeat(grid[0]), rows.repeat_interleave(grid[1])
+        means = self._standardize(squares_of(x.float(), grids, self.facts.merge).mean(1)).to(x.dtype)
+        vectors: Tensor = self.project(unit_norm(means, self.facts.norm_eps))
+        return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in grids]))
 
     def _angles(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.facts.head_dim // 2
-        powers = torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half
-        angles = (places[:, None] * self.facts.theta**-powers)[:, None]
+        frequencies = axial_frequencies(self.facts.head_dim, self.facts.theta, self.device)
+        angles = (places[:, None] * frequencies)[:, None]
         dtype = self.table.vectors.dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _merge(self, x: Tensor, grid: Grid) -> Tensor:
-        """Return the mean of each square of patches, scaled and standardized in float32."""
-        merge, (rows, columns) = self.facts.merge, grid
-        squares = x.float().view(rows // merge, merge, columns // merge, merge, -1)
-        means = squares.mean((1, 3)).flatten(0, 1) * self.facts.hidden**0.5
-        if self.standard is not None:
-            bias, scale = (part.get_parameter("vectors").float() for part in self.standard)
-            means = (means - bias) * scale
-        return means.to(x.dtype)
+    def _standardize(self, means: Tensor) -> Tensor:
+        scaled = means * self.facts.hidden**0.5
+        if self.standard is None:
+            return scaled
+        bias, scale = (part.get_parameter("vectors").float() for part in self.standard)
+        return (scaled - bias) * scale
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         unit = self.facts.patch * self.facts.merge

@@ -43,7 +43,7 @@ class Glm4vMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.squares(x.view(-1, *self.shape).transpose(1, 2).flatten(1))
-        return self.mlp(F.gelu(self.norm.alone(self.first(x))))
+        return self.mlp(F.gelu(self.norm.normalize(self.first(x))))
 
 
 class Glm4v(GridTower):

@@ -14,6 +14,7 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.norm import Norm, RMSNorm
+from quire.layers.patch_positions import axial_frequencies, axial_rope
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, PatchEmbedding, VisionMLP, VisionStyle
 from quire.models.towers import Tower
@@ -44,7 +45,8 @@ def _grids_of(items: Sequence[Mapping[str, Tensor]]) -> list[PatchGrid]:
 
 
 class PatchLayout(NamedTuple):
-    """Inputs of an encoder that depend on the shapes of its items only."""
+    """Inputs of an encoder that depend only on the shapes of items: attention spans, RoPE angles,
+    positions."""
 
     images: Spans
     angles: Angles
@@ -86,7 +88,7 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Merge [T, hidden] to [T / merge^2, size_out]."""
-        return self.mlp(self.norm.alone(x.view(-1, self.norm.run.size)).view(-1, self.size))
+        return self.mlp(self.norm.normalize(x.view(-1, self.norm.run.size)).view(-1, self.size))
 
 
 class GridTower(Tower):
@@ -120,11 +122,11 @@ class GridTower(Tower):
     def forward(self, x: Tensor, layout: Any) -> Tensor:
         """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         images, angles, positions = layout
-        x = x if self.first_norm is None else self.first_norm.alone(x)
+        x = x if self.first_norm is None else self.first_norm.normalize(x)
         x = x if positions is None else x + positions
         for layer in self.layers:
             x = layer(x, images, angles)
-        return self.merger(x if self.last_norm is None else self.last_norm.alone(x))
+        return self.merger(x if self.last_norm is None else self.last_norm.normalize(x))
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         return self.compute(modality, items, self.lay_out(modality, items))
@@ -173,10 +175,8 @@ class GridTower(Tower):
 
     def angles(self, places: Tensor) -> Angles:
         """Return 2D RoPE angles: half of each head rotates by the row, half by the column."""
-        half = self.facts.hidden // self.facts.heads // 2
-        frequencies = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
-        angles = (places[:, :, None] * frequencies).flatten(1)
-        return angles.cos(), angles.sin()
+        head_dim = self.facts.hidden // self.facts.heads
+        return axial_rope(places, axial_frequencies(head_dim, _THETA, self.device))
 
     def images(self, grids: Sequence[PatchGrid]) -> Spans:
         """Return the attention spans: the patches of one image, or of one time step of a video."""

@@ -85,7 +85,7 @@ class InternViT(nn.Module):
         patches = self.patches(patches_of(pixels, self.patch))
         tokens = torch.cat((self.first.vectors.expand(len(patches), 1, -1), patches), 1) + self.places.vectors
         x = self.layers.on_squares(tokens)
-        return x if self.last_norm is None else self.last_norm.alone(x.flatten(0, 1)).view_as(x)
+        return x if self.last_norm is None else self.last_norm.normalize(x.flatten(0, 1)).view_as(x)
 
 
 class InternVL(FixedSizeTower):
@@ -117,5 +117,5 @@ class InternVL(FixedSizeTower):
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = pixel_shuffle(self.vit(pixels)[:, self.facts.first :], self.facts.gather)
-        vectors: Tensor = self.projector(self.norm.alone(x.flatten(0, 1)))
+        vectors: Tensor = self.projector(self.norm.normalize(x.flatten(0, 1)))
         return vectors.view(*x.shape[:2], -1)

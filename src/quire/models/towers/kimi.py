@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.kimi import MoonFacts
 from quire.layers.norm import LayerNorm
+from quire.layers.patch_positions import axial_frequencies, grid_places, resize_positions
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
 from quire.models.towers.any_size import AnySizeTower, Grid, grid_of, split_by_item
@@ -44,9 +44,7 @@ class MoonViT(nn.Module):
         self.places = Learned(embed / "pos_emb" / "weight", facts.rows, facts.columns, facts.hidden)
         self.layers = vision_layers(facts, facts.layers, encoder / "blocks", _STYLE)
         self.last_norm = LayerNorm(facts.hidden, _EPS, encoder / "final_layernorm")
-        dim = facts.hidden // facts.heads
-        powers = torch.arange(0, dim, 4, device=scope.device, dtype=torch.float32) / dim
-        self.frequencies = _THETA**-powers
+        self.frequencies = axial_frequencies(facts.hidden // facts.heads, _THETA, scope.device)
         """RoPE frequencies: even pairs rotate by the column, odd pairs by the row."""
 
     def forward(self, images: Sequence[Tensor], clips: Sequence[Clip]) -> Tensor:
@@ -57,7 +55,7 @@ class MoonViT(nn.Module):
             [self.angles((rows, columns)).repeat(frames, 1) for frames, rows, columns in clips]
         )
         x = self.layers(x, [math.prod(clip) for clip in clips], (angles.cos(), angles.sin()))
-        return self.last_norm.alone(x)
+        return self.last_norm.normalize(x)
 
     def clip_positions(self, clip: Clip) -> Tensor:
         """Return position embeddings [frames * patches, hidden]; several frames add a sinusoid of time."""
@@ -73,20 +71,12 @@ class MoonViT(nn.Module):
 
     def positions(self, grid: Grid) -> Tensor:
         """Return the learned positions, interpolated to a grid: [patches, hidden]."""
-        table: Tensor = self.places.vectors
-        if grid != table.shape[:2]:
-            wide = table.float().permute(2, 0, 1)[None]
-            table = F.interpolate(wide, grid, mode="bicubic")[0].permute(1, 2, 0).to(table.dtype)
-        return table.flatten(0, 1)
+        return resize_positions(self.places.vectors, grid, mode="bicubic")
 
     def angles(self, grid: Grid) -> Tensor:
         """Return the 2D RoPE angles of a grid's patches, [patches, head_dim / 2]."""
-        frequencies = self.frequencies
-        rows, columns = (
-            torch.arange(size, device=frequencies.device)[:, None] * frequencies for size in grid
-        )
-        by_column, by_row = columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)
-        return torch.stack((by_column, by_row), -1).flatten(2).flatten(0, 1)
+        places = grid_places(grid, self.frequencies.device).flip(1)
+        return (places[:, None] * self.frequencies[:, None]).flatten(1)
 
 
 class KimiVL(AnySizeTower):

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.lfm2 import Lfm2VLFacts
 from quire.layers.norm import LayerNorm
+from quire.layers.patch_positions import resize_positions
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, vision_layers
 from quire.models.towers.any_size import AnySizeTower, Grid, channel_last_patches, squares_of
@@ -53,15 +53,13 @@ class Lfm2VL(AnySizeTower):
         """Encode flat patches of all images, with their grids, to [T / merge^2, size_out]."""
         x = self.patches(flat) + torch.cat([self._positions(grid) for grid in grids])
         x = self.layers(x, [math.prod(grid) for grid in grids])
-        squares = squares_of(self.last_norm.alone(x), grids, self.facts.merge).flatten(1)
-        return self.projector(squares if self.norm is None else self.norm.alone(squares))
+        squares = squares_of(self.last_norm.normalize(x), grids, self.facts.merge).flatten(1)
+        return self.projector(squares if self.norm is None else self.norm.normalize(squares))
 
     def _positions(self, grid: Grid) -> Tensor:
-        """Return the position embeddings of a grid, resized from the square table."""
         side = self.facts.vit.side
-        table = self.table.vectors.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-        resized = F.interpolate(table, size=grid, mode="bilinear", align_corners=False, antialias=True)
-        return resized.flatten(2)[0].T.to(self.table.vectors.dtype)
+        table = self.table.vectors.view(side, side, -1)
+        return resize_positions(table, grid, mode="bilinear", antialias=True)
 
     def stacks(self, item: Mapping[str, Tensor]) -> list[Tensor]:
         tiles = [item["tiles"]] if "tiles" in item else []

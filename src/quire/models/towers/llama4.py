@@ -8,6 +8,7 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.llama4 import Llama4Facts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
+from quire.layers.patch_positions import axial_frequencies, axial_rope, grid_places
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
 from quire.models.towers.fixed_size import FixedSizeTower, pixel_shuffle
@@ -29,24 +30,18 @@ class Llama4ViT(nn.Module):
         self.first_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "layernorm_pre")
         self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "layernorm_post")
         self.layers = vision_layers(vit, vit.layers, scope / "model" / "layers", _STYLE)
-        self.angles = _compute_angles(vit.side, vit.hidden // vit.heads // 2, facts.theta).to(scope.device)
+        places = grid_places((vit.side, vit.side), scope.device).flip(1) + 1
+        frequencies = axial_frequencies(vit.hidden // vit.heads, facts.theta, scope.device)
+        self.cos, self.sin = axial_rope(F.pad(places, (0, 0, 0, 1)), frequencies)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, patches, hidden]."""
         patches = self.patches(patches_of(pixels, self.patch))
         whole = torch.cat((patches, self.all.vectors.expand(len(patches), 1, -1)), 1) + self.places.vectors
-        angles = self.angles.repeat(len(pixels), 1)
-        x = self.first_norm.alone(whole.flatten(0, 1))
-        x = self.layers(x, [whole.shape[1]] * len(pixels), (angles.cos(), angles.sin()))
-        return self.last_norm.alone(x).view_as(whole)[:, :-1]
-
-
-def _compute_angles(side: int, dim: int, theta: float) -> Tensor:
-    """Return RoPE angles [patches + 1, dim]: columns rotate the first half of the pairs, rows the second."""
-    frequencies = 1 / theta ** (torch.arange(0, dim, 2).float() / dim)
-    lines = (torch.arange(side)[:, None] + 1) * frequencies
-    grid = torch.cat((lines.repeat(side, 1), lines.repeat_interleave(side, 0)), 1)
-    return torch.cat((grid, torch.zeros(1, dim)))
+        angles = self.cos.repeat(len(pixels), 1), self.sin.repeat(len(pixels), 1)
+        x = self.first_norm.normalize(whole.flatten(0, 1))
+        x = self.layers(x, [whole.shape[1]] * len(pixels), angles)
+        return self.last_norm.normalize(x).view_as(whole)[:, :-1]
 
 
 class Llama4Tower(FixedSizeTower):

@@ -13,11 +13,21 @@ from quire.checkpoint.multimodal.minicpm import MiniCPMFacts
 from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
+from quire.layers.patch_positions import axial_frequencies, grid_places, position_ids
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of, vision_layers
+from quire.layers.vision import (
+    FusedAttention,
+    Learned,
+    PatchEmbedding,
+    VisionAttention,
+    VisionMLP,
+    patches_of,
+    vision_layers,
+)
 from quire.models.towers.any_size import AnySizeTower, Grid, squares_of
 
 _EPS = 1e-6
+_THETA = 10000.0
 _HEAD = 128
 """Head size of the resampler."""
 _SQUARE = 64
@@ -36,7 +46,7 @@ class MiniCPMMerger(nn.Module):
 
     def forward(self, squares: Tensor) -> Tensor:
         """Merge [N, 4, hidden] to [N, size_out]."""
-        return self.mlp(self.norm.alone(squares.flatten(1)))
+        return self.mlp(self.norm.normalize(squares.flatten(1)))
 
 
 class InnerMerger(MiniCPMMerger):
@@ -51,7 +61,7 @@ class InnerMerger(MiniCPMMerger):
     def forward(self, squares: Tensor) -> Tensor:
         x = squares.flatten(0, 1)
         spans = spans_of(np.full(len(squares), 4, np.int32), x.device)
-        x = x + self.attention(self.attention_norm.alone(x), spans)
+        x = x + self.attention(self.attention_norm.normalize(x), spans)
         attended = x.view_as(squares)
         return super().forward(attended) + attended.mean(1)
 
@@ -85,22 +95,20 @@ class NaViT(nn.Module):
             if self.inner is not None and i == self.facts.merged:
                 x, grids = self.inner(squares_of(x, grids, 2)), halved(grids)
                 spans = self.spans(grids)
-        return self.last_norm.alone(x), grids
+        return self.last_norm.normalize(x), grids
 
     def spans(self, grids: Sequence[Grid]) -> Spans:
         return spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
 
     def position_ids(self, grid: Grid) -> Tensor:
-        """Return the position ids of patches, by their start as a fraction of the side in float32."""
+        """Return the position id of each patch, from its start as a fraction of the side in float32."""
         side = self.facts.vit.side
         grid = (1, math.prod(grid)) if self.facts.in_one_row else grid
-        borders = torch.arange(1 / side, 1.0, 1 / side)
-        begins = [
+        starts = [
             torch.arange(0, 1 - 1e-6, 1 / count) if self.facts.queries else torch.arange(count) / count
             for count in grid
         ]
-        rows, columns = (torch.bucketize(fractions, borders, right=True) for fractions in begins)
-        return (rows[:, None] * side + columns).flatten()
+        return position_ids(starts, side)
 
 
 class Resampler(nn.Module):
@@ -110,45 +118,33 @@ class Resampler(nn.Module):
         super().__init__()
         size = facts.size_out
         self.facts, self.size, self.device = facts, size, scope.device
-        self.heads = max(1, size // _HEAD)
         self.query = Learned(scope / "query", facts.queries, size)
         self.widen = WholeLinear(facts.vit.hidden, size, scope / "kv_proj")
         self.query_norm, self.norm, self.last_norm = (
             LayerNorm(size, _EPS, scope / name) for name in ("ln_q", "ln_kv", "ln_post")
         )
-        self.weight = Learned(scope / "attn" / "in_proj_weight", 3 * size, size)
-        self.bias = Learned(scope / "attn" / "in_proj_bias", 3 * size)
-        self.out = WholeLinear(size, size, scope / "attn" / "out_proj", bias=True)
+        self.attention = FusedAttention(size, max(1, size // _HEAD), scope / "attn")
         self.product = Learned(scope / "proj", size, size)
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Reduce patches [T, hidden] to [squares * queries, size_out]."""
-        values = self.norm.alone(self.widen(x))
+        values = self.norm.normalize(self.widen(x))
         placed = values + torch.cat([self.positions(grid) for grid in grids]).to(values.dtype)
         keys, values = (values, placed) if self.facts.is_valued else (placed, values)
-        projections = zip(
-            (self.query_norm.alone(self.query.vectors), keys, values),
-            self.weight.vectors.chunk(3),
-            self.bias.vectors.chunk(3),
-            strict=True,
-        )
-        q, k, v = (F.linear(*args).unflatten(-1, (self.heads, -1)).transpose(0, 1) for args in projections)
+        q, k, v = self.attention.project(self.query_norm.normalize(self.query.vectors), keys, values)
         counts = [math.prod(grid) for grid in grids]
         attended = [
             F.scaled_dot_product_attention(q, *kv)
             for kv in zip(k.split(counts, 1), v.split(counts, 1), strict=True)
         ]
-        mixed = self.out(torch.cat(attended, 1).transpose(0, 1).flatten(1))
-        return self.last_norm.alone(mixed) @ self.product.vectors
+        mixed = self.attention.out(torch.cat(attended, 1).transpose(0, 1).flatten(1))
+        return self.last_norm.normalize(mixed) @ self.product.vectors
 
     def positions(self, grid: Grid) -> Tensor:
         """Return sinusoidal embeddings [patches, size_out] of the column, then of the row."""
-        quarter = self.size // 4
-        frequencies = 10000.0 ** -(torch.arange(quarter, device=self.device, dtype=torch.float32) / quarter)
-        angles = (torch.arange(count, device=self.device)[:, None] * frequencies for count in grid)
-        rows, columns = (torch.cat((angle.sin(), angle.cos()), 1) for angle in angles)
-        by_column, by_row = columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)
-        return torch.cat((by_column, by_row), -1).flatten(0, 1)
+        places = grid_places(grid, self.device).flip(1)
+        angles = places[:, :, None] * axial_frequencies(self.size, _THETA, self.device)
+        return torch.cat((angles.sin(), angles.cos()), 2).flatten(1)
 
 
 class MiniCPMV(AnySizeTower):

@@ -52,7 +52,7 @@ class OmniAudioTower(nn.Module):
         x = self.layers(x, [len(state) for state in states])
         items = x.split([-(-len(mel) // 2) for mel in mels])
         pairs = [item[: len(item) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for item in items]
-        vectors: Tensor = self.out(self.norm.alone(torch.cat(pairs)))
+        vectors: Tensor = self.out(self.norm.normalize(torch.cat(pairs)))
         return list(vectors.split([len(pair) for pair in pairs]))
 
 

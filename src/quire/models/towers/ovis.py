@@ -25,9 +25,9 @@ _EPS = 1e-5
 
 
 class Ovis2(FixedSizeTower):
-    """Ovis 2 encoder. Tiles are mixtures of the visual vocabulary, and the separators between them are its
-    last entries. The shape of an item's `grid` is the rows and columns of its tiles, or (1, 1) without
-    tiles."""
+    """Ovis 2 encoder. The vectors of tiles are mixtures of visual vocabulary entries; the separators between
+    tiles are its last entries. The shape of an item's `grid` is the rows and columns of its tiles, or (1, 1)
+    without tiles."""
 
     facts: OvisFacts
 
@@ -51,10 +51,12 @@ class Ovis2(FixedSizeTower):
     def forward(self, pixels: Tensor) -> Tensor:
         vit, words = self.facts.vit, self.words.vectors[: self.facts.vocab]
         x = self.patches(patches_of(pixels, vit.patch)).flatten(0, 1)
-        x = self.first_norm.alone(x).view(len(pixels), -1, vit.hidden) + self.places.vectors
+        x = self.first_norm.normalize(x).view(len(pixels), -1, vit.hidden) + self.places.vectors
         x = self.layers(x.flatten(0, 1), [vit.tokens] * len(pixels))
-        squares = pixel_shuffle(self.last_norm.alone(x).view(len(pixels), -1, vit.hidden), self.facts.gather)
-        logits = self.head_norm.alone(self.head(squares.flatten(0, 1)))
+        squares = pixel_shuffle(
+            self.last_norm.normalize(x).view(len(pixels), -1, vit.hidden), self.facts.gather
+        )
+        logits = self.head_norm.normalize(self.head(squares.flatten(0, 1)))
         mixed = words[logits.argmax(-1)] if self.facts.hard else logits.softmax(-1) @ words
         return mixed.view(len(pixels), -1, self.facts.size_out)
 

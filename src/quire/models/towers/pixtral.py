@@ -9,6 +9,7 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.pixtral import PixtralFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
+from quire.layers.patch_positions import axial_rope, grid_places
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
 from quire.models.towers.any_size import AnySizeTower, Grid, grid_of
@@ -40,26 +41,20 @@ class PixtralViT(nn.Module):
         self.layers = vision_layers(facts, facts.layers, scope / "transformer" / "layers", _STYLE)
         dim = facts.head_dim
         powers = torch.arange(0, dim, 2, device=scope.device, dtype=torch.float32) / dim
-        self.frequencies = 1 / facts.theta**powers
-        """RoPE frequencies: even ones for rows, odd ones for columns."""
+        self.frequencies = (1 / facts.theta**powers).view(-1, 2).t()
+        """[2, head_dim / 4] RoPE frequencies: even ones for rows, odd ones for columns."""
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
         """Encode images [3, height, width] to [patches of all, hidden]."""
         patch = self.facts.patch
         grids = [grid_of(image, patch) for image in images]
         flat = torch.cat([patches_of(image[None], patch)[0] for image in images])
-        x = self.norm.alone(self.patches(flat))
+        x = self.norm.normalize(self.patches(flat))
         return self.layers(x, [rows * columns for rows, columns in grids], self.angles(grids))
 
     def angles(self, grids: Sequence[Grid]) -> Angles:
-        parts = []
-        for rows, columns in grids:
-            row, column = (torch.arange(size, device=self.frequencies.device) for size in (rows, columns))
-            by_row = (row[:, None] * self.frequencies[0::2])[:, None].expand(-1, columns, -1)
-            by_column = (column[:, None] * self.frequencies[1::2])[None].expand(rows, -1, -1)
-            parts.append(torch.cat((by_row, by_column), -1).flatten(0, 1))
-        angles = torch.cat(parts)
-        return angles.cos(), angles.sin()
+        places = torch.cat([grid_places(grid, self.frequencies.device) for grid in grids])
+        return axial_rope(places, self.frequencies)
 
 
 class MistralMerger(nn.Module):
@@ -74,7 +69,7 @@ class MistralMerger(nn.Module):
         self.product = WholeLinear(facts.hidden * facts.merge**2, facts.hidden, merging)
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        parts = self.norm.alone(x).split([rows * columns for rows, columns in grids])
+        parts = self.norm.normalize(x).split([rows * columns for rows, columns in grids])
         square = self.square
         merged = [
             part.view(rows, columns, -1)[: rows // square * square, : columns // square * square]

@@ -66,7 +66,7 @@ class Qwen3OmniAudioTower(nn.Module):
         """Encode the [frames, mels] of each item to [vectors, size_out]."""
         states = [self._downsample(mel) for mel in mels]
         lens = [len(part) for x in states for part in x.split(self.facts.seen * len(self.places))]
-        vectors: Tensor = self.out(self.norm.alone(self.layers(torch.cat(states), lens)))
+        vectors: Tensor = self.out(self.norm.normalize(self.layers(torch.cat(states), lens)))
         return list(vectors.split([len(state) for state in states]))
 
     def _downsample(self, mel: Tensor) -> Tensor:
@@ -108,18 +108,16 @@ class Qwen3ASR(Tower):
         return vectors
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        return {
-            "mel": torch.zeros(_num_frames(self.facts, num_vectors), self.facts.encoder.mels).to(self.device)
-        }
+        return _blank_audio(self.facts, num_vectors, self.device)
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         states = item["mel"][0] // 8
         return states * (6 * self.facts.encoder.hidden + self.facts.seen * self.facts.window // 8)
 
 
-def _num_frames(facts: OmniAudioFacts, num_vectors: int) -> int:
-    """Return the number of mel frames of `num_vectors` vectors."""
-    return num_vectors * facts.window // -(-facts.window // 8)
+def _blank_audio(facts: OmniAudioFacts, num_vectors: int, device: torch.device) -> dict[str, Tensor]:
+    num_frames = num_vectors * facts.window // -(-facts.window // 8)
+    return {"mel": torch.zeros(num_frames, facts.encoder.mels, device=device)}
 
 
 class Qwen3Omni(Omni):
@@ -139,5 +137,4 @@ class Qwen3Omni(Omni):
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         if modality != "audio":
             return super().blank(modality, num_vectors)
-        audio = self.facts.sound
-        return {"mel": torch.zeros(_num_frames(audio, num_vectors), audio.encoder.mels).to(self.device)}
+        return _blank_audio(self.facts.sound, num_vectors, self.device)

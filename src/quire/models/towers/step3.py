@@ -1,18 +1,16 @@
 """Vision encoders of Step3, Step3-VL-10B and Step-3.7: square images, downsampled by two convolutions."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.step3 import Step3Facts, StepFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
+from quire.layers.patch_positions import axial_frequencies, axial_rope, grid_places, resize_positions
 from quire.layers.scope import Scope
 from quire.layers.vision import (
     Angles,
@@ -35,18 +33,9 @@ _NUM_COPIES = 4
 """Number of class embeddings before the patches of Step3."""
 
 
-def _interpolated(table: Tensor, side: int, **options: Any) -> Tensor:
-    """Return the vectors of a square table, interpolated to `side` x `side`: [patches, hidden]."""
-    table_side = math.isqrt(len(table))
-    if side == table_side:
-        return table
-    wide = table.float().view(1, table_side, table_side, -1).permute(0, 3, 1, 2)
-    return F.interpolate(wide, (side, side), **options)[0].flatten(1).t().to(table.dtype)
-
-
 class WindowTower(Tower):
-    """Base of encoders over a square and its windows. `pixels` of an item is [3, side, side]; `windows`, if
-    any, is [windows, 3, s, s]."""
+    """Base of encoders over a square image and its windows (crops). `pixels` of an item is [3, side, side];
+    `windows`, if any, is [windows, 3, s, s]."""
 
     facts: StepFacts | Step3Facts
     reduce: nn.Module
@@ -64,7 +53,7 @@ class WindowTower(Tower):
         return vectors.view(len(x), -1, vectors.shape[1])
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode the items; the windows of an item come before the whole image."""
+        """Encode the items; the vectors of an item's windows come before those of its whole image."""
         wholes = self(torch.stack([item["pixels"] for item in items]))
         counts = [len(item["windows"]) if "windows" in item else 0 for item in items]
         windows = [item["windows"] for item in items if "windows" in item]
@@ -111,23 +100,21 @@ class StepVL(WindowTower):
         side, count = pixels.shape[2] // self.facts.vit.patch, len(pixels)
         x = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.positions(side)
         x = x.flatten(0, 1)
-        x = x if self.first_norm is None else self.first_norm.alone(x)
+        x = x if self.first_norm is None else self.first_norm.normalize(x)
         x = self.layers(x, [side**2] * count, self.angles(side, count))
-        x = x if self.last_norm is None else self.last_norm.alone(x)
+        x = x if self.last_norm is None else self.last_norm.normalize(x)
         return self.project(x.unflatten(0, (count, -1)), side)
 
     def positions(self, side: int) -> Tensor:
         """Return the learned positions, interpolated to a square: [patches, hidden]."""
-        return _interpolated(self.places.vectors, side, mode="bilinear")
+        table = self.places.vectors.unflatten(0, (self.facts.vit.side, -1))
+        return resize_positions(table, (side, side), mode="bilinear")
 
     def angles(self, side: int, count: int) -> Angles:
         """Return 2D RoPE angles: one half of each head rotates by the column, the other by the row."""
-        half = self.facts.vit.hidden // self.facts.vit.heads // 2
-        frequencies = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
-        angles = torch.arange(side, device=self.device)[:, None] * frequencies
-        by_column, by_row = angles[None].expand(side, -1, -1), angles[:, None].expand(-1, side, -1)
-        both = torch.cat((by_column, by_row), -1).flatten(0, 1).repeat(count, 1)
-        return both.cos(), both.sin()
+        places = grid_places((side, side), self.device).flip(1).repeat(count, 1)
+        head_dim = self.facts.vit.hidden // self.facts.vit.heads
+        return axial_rope(places, axial_frequencies(head_dim, _THETA, self.device))
 
 
 class Step3(WindowTower):
@@ -159,4 +146,5 @@ class Step3(WindowTower):
 
     def positions(self, side: int) -> Tensor:
         """Return the learned positions of patches, interpolated to a square: [patches, hidden]."""
-        return _interpolated(self.places.vectors[1:], side, mode="bicubic", antialias=True)
+        table = self.places.vectors[1:].unflatten(0, (self.facts.vit.side, -1))
+        return resize_positions(table, (side, side), mode="bicubic", antialias=True)

@@ -75,7 +75,7 @@ class WhisperTower(Tower):
         self.norm = LayerNorm(self.facts.hidden, _EPS, scope / "layer_norm")
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        states = self.norm.alone(torch.cat(self.encoder([item["mel"] for item in items])))
+        states = self.norm.normalize(torch.cat(self.encoder([item["mel"] for item in items])))
         return list(states.split(self.facts.positions))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
@@ -113,8 +113,8 @@ class QwenAudio(Tower):
     def _pool(self, groups: Tensor) -> Tensor:
         """Pool groups of states [vectors, states, hidden] by concatenation or by their mean, with a norm."""
         if self.facts.stack:
-            return self.norm.alone(groups.flatten(0, 1)).view(len(groups), -1)
-        return self.norm.alone(groups.mean(1))
+            return self.norm.normalize(groups.flatten(0, 1)).view(len(groups), -1)
+        return self.norm.normalize(groups.mean(1))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         full, rest = divmod(num_vectors, self.facts.tokens)

@@ -100,7 +100,7 @@ class MaskedSampling:
                 masks.pending.then(self._host_signal.block())
             self._host_signal.copy(self._host.of(masks.bits), self._bits)
         elif masks.bits.size:
-            masks.wait()  # pinning may block while a stream waits for the host
+            masks.wait_for_bits()  # pinning may block while a stream waits for the host
             with torch.cuda.stream(self._stream):
                 self._bits[: masks.bits.size].copy_(self._host.of(masks.bits), non_blocking=True)
 
