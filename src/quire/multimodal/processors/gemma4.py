@@ -1,4 +1,4 @@
-"""Gemma 4: an image in its own shape, with at most `max_soft_tokens` soft tokens."""
+"""Gemma 4: an image in its own aspect ratio, with at most `max_soft_tokens` image tokens (soft tokens)."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 
 
 class Gemma4Processor(ImageProcessor):
-    """Resizes an image to whole squares of patches, as many as `max_soft_tokens` allows."""
+    """Resizes an image to whole squares of patches. Each is one of at most `max_soft_tokens` tokens."""
 
     arguments = (*IMAGE_ARGUMENTS, "max_soft_tokens")
     mean = std = HALF
@@ -48,7 +48,8 @@ class Gemma4Processor(ImageProcessor):
         return most
 
     def _size(self, image: Size, most: int) -> Size:
-        """Return the largest size of whole squares with about the shape of the image."""
+        """Return the largest size of at most `most` squares of patches with about the image's aspect
+        ratio."""
         unit, factor = self.unit, math.sqrt(most * self.unit**2 / (image[0] * image[1]))
         height, width = (int(factor * side / unit) * unit for side in image)
         if height == 0:
@@ -61,5 +62,5 @@ class Gemma4Processor(ImageProcessor):
         return self._max_soft_tokens(self.settings)
 
     def largest(self, modality: str) -> tuple[int, int]:
-        """Return the size of one row of squares, which uses all soft tokens."""
+        """Return the size of an image that is a single row of squares, which uses all soft tokens."""
         return self._max_soft_tokens(self.settings) * self.unit, self.unit
