@@ -16,7 +16,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _SPACE = "▁"
 _SENTENCEPIECE = ("llama", "gemma4")
-"""Kinds of vocabularies with escaped spaces; the vocabulary of Gemma 4 always has merges."""
+"""Values of tokenizer.ggml.model for vocabularies with escaped spaces. That of Gemma 4 always has merges."""
 _SOURCE = "the GGUF file"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -49,7 +49,7 @@ _DEEPSEEK_V3 = (
 )
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕ"
-    # Escaped where another character looks and normalises the same.
+    # Characters are escaped if another one looks the same after normalization.
     "\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
     "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
     "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d"
@@ -62,10 +62,10 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class GGUFPreTokenizer:
-    """Pre-tokenization of a byte-level vocabulary."""
+    """How texts are split into words before byte-level BPE."""
 
     splits: tuple[str, ...]
-    """Regexes, each applied to the pieces of the regex before."""
+    """Regexes, each applied to the pieces that the regex before it returns."""
     whole_words: bool = False
     """Whether a word that is a token stays undivided, regardless of the merges."""
     add_bos: bool = False
@@ -233,8 +233,8 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], unk_token
 
 
 def merges_by_rank(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that join to a token, the token of the lowest rank first, as SentencePiece
-    and tiktoken do."""
+    """Return the BPE merges of a vocabulary: all pairs of tokens that join to a token, the token of the
+    lowest rank first, as in SentencePiece and tiktoken."""
     return [
         (left, right)
         for token in sorted(ranks, key=ranks.__getitem__)

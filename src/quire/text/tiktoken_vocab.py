@@ -35,7 +35,7 @@ KIMI_SPLIT = "|".join(
     )
 )
 _NUM_RESERVED = 256
-"""Number of token ids after the ids of the file, whether tokenizer_config.json names their tokens or not."""
+"""Number of reserved ids after those of the file; tokenizer_config.json has names for some of them."""
 
 
 def read_tiktoken(file: Path, config: Mapping[str, Any]) -> Tokenizer:
@@ -74,8 +74,7 @@ def _check_family(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read_ranks(file: Path) -> dict[str, int]:
-    """Return the id of each token, with tokens in the byte-level alphabet. A line of the file has a token in
-    base64 and its id."""
+    """Return the id of each token, in the byte-level alphabet. A line has a token in base64 and its id."""
     vocab: dict[str, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line:
@@ -96,7 +95,7 @@ def _read_ranks(file: Path) -> dict[str, int]:
 
 
 def _add_reserved(backend: Tokenizer, first: int, file: Path, config: Mapping[str, Any]) -> None:
-    """Add the tokens with ids after the ids of the file, named by tokenizer_config.json or else reserved."""
+    """Add the reserved tokens, with ids from `first` on; tokenizer_config.json may have their names."""
     named = {int(i): AddedToken(**spec) for i, spec in (config.get("added_tokens_decoder") or {}).items()}
     last = max(first + _NUM_RESERVED - 1, *named, 0)
     reserved = {
