@@ -47,14 +47,16 @@ IMAGE_ARGUMENTS = (
 """Names of the mm_processor_kwargs that image processors accept."""
 
 
-def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) -> ConfigReader:
+def stored_settings(
+    path: Path, part: str = "image_processor", *, older: str = "preprocessor_config.json", **defaults: Any
+) -> ConfigReader:
     """Read the settings of a checkpoint's processor: the section `part` of processor_config.json if it
-    exists, else preprocessor_config.json. The `defaults` apply to settings that are missing there."""
-    newer, older = path / "processor_config.json", path / "preprocessor_config.json"
-    section = read_json(newer).get(part) if newer.is_file() else None
-    source = newer
+    exists, else the file `older`. The `defaults` apply to settings that are missing there."""
+    source = path / "processor_config.json"
+    section = read_json(source).get(part) if source.is_file() else None
     if not isinstance(section, dict):
-        source, section = older, read_json(older) if older.is_file() else {}
+        source = path / older
+        section = read_json(source) if source.is_file() else {}
     values = {key: value for key, value in section.items() if value is not None}
     return ConfigReader(str(source), {**defaults, **values})
 
@@ -62,14 +64,8 @@ def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) 
 def video_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
     """Read the video processor's settings from processor_config.json or else video_preprocessor_config.json.
     Return `otherwise` if the checkpoint has neither."""
-    newer, video_file = path / "processor_config.json", path / "video_preprocessor_config.json"
-    if newer.is_file() and isinstance(read_json(newer).get("video_processor"), dict):
-        return stored_settings(path, "video_processor")
-    if video_file.is_file():
-        return ConfigReader(
-            str(video_file), {key: value for key, value in read_json(video_file).items() if value is not None}
-        )
-    return otherwise
+    settings = stored_settings(path, "video_processor", older="video_preprocessor_config.json")
+    return settings if Path(settings.source).is_file() else otherwise
 
 
 def processor_settings(path: Path) -> ConfigReader:
