@@ -1,7 +1,8 @@
 """Image operations of the processors: resize, crop, tile, normalize, as in transformers with Pillow."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,8 +91,13 @@ def override_settings(
     return ConfigReader("mm_processor_kwargs", {**stored.values, **arguments})
 
 
-def wrong_argument(error: ConfigError) -> RequestError:
-    return RequestError(str(error), "mm_processor_kwargs")
+@contextmanager
+def argument_errors() -> Iterator[None]:
+    """Raise a ConfigError as a RequestError, since the mm_processor_kwargs of a request caused it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise RequestError(str(error), "mm_processor_kwargs") from error
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import numpy as np
 
 from quire.checkpoint.multimodal.whisper import WhisperFacts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import override_settings, stored_settings, wrong_argument
+from quire.errors import RequestError
+from quire.multimodal.images import argument_errors, override_settings, stored_settings
 from quire.multimodal.mel import Samples, log_mel, resampled
 from quire.multimodal.processors import Audio
 
@@ -25,10 +25,8 @@ def read_samples(
 ) -> Samples:
     """Return the samples of audio at the sample rate `rate` of an encoder. Samples beyond `longest` are cut
     off or, if the setting `truncation` is off, raise a RequestError, as do fewer samples than `fewest`."""
-    try:
+    with argument_errors():
         is_cut = override_settings(settings, arguments, ("truncation",)).flag("truncation", True)
-    except ConfigError as error:
-        raise wrong_argument(error) from error
     sound = sound if sound.rate else Audio(sound.samples, rate)
     if not is_cut and len(sound.samples) * rate > longest * sound.rate:
         raise RequestError(

@@ -19,6 +19,7 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
+    argument_errors,
     fitted,
     override_settings,
     resample_of,
@@ -26,7 +27,6 @@ from quire.multimodal.images import (
     size_of,
     stored_settings,
     video_settings,
-    wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
 from quire.text.tokenizer import Tokenizer
@@ -124,15 +124,13 @@ class ImageProcessor(SpanProcessor):
         self.video_settings = video_settings(path, self.settings)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        try:
+        with argument_errors():
             keys = self.read_arguments(modality, arguments)
             scaling = PixelScaling.read(keys, self.mean, self.std, is_narrow=self.is_narrow)
             if isinstance(content, Video):
                 return self.process_video(content, keys, scaling)
             assert isinstance(content, Image.Image)
             return self.process_image(content, keys, scaling)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
         raise NotImplementedError

@@ -11,7 +11,6 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.kimi import MoonFacts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError
 from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
@@ -19,10 +18,10 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
+    argument_errors,
     center_cropped,
     check_frames,
     video_settings,
-    wrong_argument,
 )
 from quire.multimodal.processors import ProcessedItem, Video
 from quire.multimodal.processors.grid import USUAL_FPS
@@ -109,12 +108,10 @@ class KimiVLProcessor(ImageProcessor):
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
-        try:
+        with argument_errors():
             keys = self.read_arguments("video", arguments)
             size = video.frames.shape[1], video.frames.shape[2]
             size = self._reduced_size(size, keys) if keys.flag("do_resize", True) else size
-        except ConfigError as error:
-            raise wrong_argument(error) from error
         return -(-len(video.frames) // self.facts.frames) * self._count(size)
 
     def _resize_to_patches(self, image: Image.Image, keys: ConfigReader) -> Pixels:

@@ -13,7 +13,7 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.minicpm import MiniCPMFacts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError, RequestError
+from quire.errors import RequestError
 from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
@@ -21,11 +21,11 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
+    argument_errors,
     check_frames,
     count_of,
     tiled,
     video_settings,
-    wrong_argument,
 )
 from quire.multimodal.processors import ProcessedItem, Video
 from quire.multimodal.processors.image_base import ImageProcessor, token_of
@@ -130,11 +130,9 @@ class MiniCPMVProcessor(ImageProcessor):
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
-        try:
+        with argument_errors():
             keys = self.read_arguments("video", arguments)
             cut = self._cut(video.frames.shape[1:3], keys)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
         num_slice_vectors = cut.rows * cut.columns * self._count(cut.piece, keys) if cut.rows else 0
         return len(video.frames) * (self._count(cut.whole, keys) + num_slice_vectors)
 
