@@ -1,7 +1,7 @@
 """Image operations of the processors: resize, crop, tile, normalize, as in transformers with Pillow."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -236,6 +236,15 @@ def fitted(size: Mapping[str, int], image: Size) -> Size:
         other = int(size["shortest_edge"] * long / short)
         return (other, size["shortest_edge"]) if width <= height else (size["shortest_edge"], other)
     raise ConfigError(f"an image cannot be resized to {dict(size)}: set height and width, or shortest_edge")
+
+
+def fit_size(image: Size, bounds: Size, *, rounding: Callable[[float], int] = math.floor) -> Size:
+    """Return the largest height and width within `bounds` that have the aspect ratio of the image."""
+    (height, width), (high, wide) = image, bounds
+    along, down = wide / width, high / height
+    if along < down:
+        return max(1, min(rounding(height * along), high)), wide
+    return high, max(1, min(rounding(width * down), wide))
 
 
 def center_cropped(pixels: Pixels, size: Size) -> Pixels:

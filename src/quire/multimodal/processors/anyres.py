@@ -21,6 +21,7 @@ from quire.multimodal.images import (
     PixelScaling,
     Size,
     check_frames,
+    fit_size,
     stored_settings,
     tiled,
     video_settings,
@@ -62,12 +63,7 @@ class AnyresProcessor(ImageProcessor):
     def _padded(self, image: Image.Image, shape: Size, keys: ConfigReader) -> Pixels:
         """Resize an image to fit into the shape, a height and width, and center it on black."""
         high, wide = shape
-        width, height = image.size
-        along, down = wide / width, high / height
-        if along < down:
-            size = min(math.ceil(height * along), high), wide
-        else:
-            size = high, min(math.ceil(width * down), wide)
+        size = fit_size(image.size[::-1], shape, rounding=math.ceil)
         out = np.zeros((high, wide, 3), np.uint8)
         top, left = (high - size[0]) // 2, (wide - size[1]) // 2
         out[top : top + size[0], left : left + size[1]] = self.resize(image, size, keys)

@@ -1,6 +1,5 @@
 """Llama 4: an image on the best-fitting canvas of tiles, and the whole image."""
 
-import math
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.llama4 import Llama4Facts
 from quire.checkpoint.reader import ConfigReader
-from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, PixelScaling, Size, count_of, tiled
+from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, PixelScaling, Size, count_of, fit_size, tiled
 from quire.multimodal.processors import ProcessedItem
 from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.text.tokenizer import Tokenizer
@@ -83,12 +82,3 @@ def best_canvas(image: Size, side: int, most: int, *, is_largest: bool) -> Size:
     fitting = sizes[scales == (enlarging.min() if is_least else scales.max())]
     height, width = fitting[fitting.prod(1).argmin()]
     return int(height), int(width)
-
-
-def fit_size(image: Size, bounds: Size) -> Size:
-    """Return the largest height and width within `bounds` that have the aspect ratio of the image."""
-    (height, width), (high, wide) = image, bounds
-    along, down = wide / width, high / height
-    if along < down:
-        return max(1, min(math.floor(height * along), high)), wide
-    return high, max(1, min(math.floor(width * down), wide))
