@@ -138,10 +138,10 @@ class PixelScaling:
                 table = rounded((rounded(table - mean) / std).astype(np.float32))
         return table
 
-    def __call__(self, pixels: NDArray[np.uint8], **more: NDArray[np.uint8]) -> Arrays:
+    def __call__(self, pixels: NDArray[np.uint8] | None = None, **more: NDArray[np.uint8]) -> Arrays:
         """Return byte arrays transposed from [..., height, width, 3] to [..., 3, height, width], by name,
         with the table that normalizes them."""
-        arrays = {"pixels": pixels, **more}
+        arrays = more if pixels is None else {"pixels": pixels, **more}
         return self.to_arrays(
             **{name: np.stack([array[..., i] for i in range(3)], axis=-3) for name, array in arrays.items()}
         )

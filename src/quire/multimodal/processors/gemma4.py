@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
@@ -39,7 +38,7 @@ class Gemma4Processor(ImageProcessor):
         pixels = self.resize(image, (height, width), keys)
         count = height * width // self.unit**2
         span = [self.facts.begin_id, *[self.image_id] * count, self.facts.end_id]
-        return self.build_item(span, arrays=scaling.to_arrays(pixels=np.moveaxis(pixels, -1, 0)))
+        return self.build_item(span, arrays=scaling(pixels))
 
     def _max_soft_tokens(self, keys: ConfigReader) -> int:
         most = keys.size("max_soft_tokens", 280)

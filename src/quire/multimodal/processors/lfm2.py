@@ -60,10 +60,7 @@ class Lfm2VLProcessor(ImageProcessor):
         if grid == (1, 1) or keys.flag("use_thumbnail", True):
             arrays["pixels"] = self.resize(image, size, keys)
         num_whole = size[0] * size[1] // self.unit**2 if "pixels" in arrays else 0
-        channels_first = {
-            name: np.stack([pixels[..., i] for i in range(3)], axis=-3) for name, pixels in arrays.items()
-        }
-        return self.build_item(self._span(grid, num_whole), arrays=scaling.to_arrays(**channels_first))
+        return self.build_item(self._span(grid, num_whole), arrays=scaling(**arrays))
 
     def _span(self, grid: Size, num_whole: int) -> list[int]:
         per_tile, has_tiles = (self.tile // self.unit) ** 2, grid != (1, 1)
