@@ -144,7 +144,8 @@ def read_vocab(metadata: Mapping[str, Any]) -> GGUFVocab:
     special = _special_tokens(metadata, tokens)
     if kind == "gpt2":
         pre_tokenizer = _pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
-        backend = _byte_level(tokens, _merges(_required_list(metadata, "merges")), pre_tokenizer)
+        vocab = {token: i for i, token in enumerate(tokens)}
+        backend = byte_level_bpe(_SOURCE, vocab, _merges(_required_list(metadata, "merges")), pre_tokenizer)
         add_bos = pre_tokenizer.add_bos
     else:
         backend = _sentencepiece(tokens, metadata, unk_token=special.get("unk_token"))
@@ -192,7 +193,7 @@ def _merges(lines: Sequence[str]) -> list[tuple[str, str]]:
     return [(line[:cut], line[cut + 1 :]) for line, cut in cuts]
 
 
-def bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+def _bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     """Build the BPE model of a vocabulary; `source` is the name of its file for the error message."""
     try:
         return models.BPE(vocab=vocab, merges=merges, **options)
@@ -200,11 +201,11 @@ def bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **opt
         raise ConfigError(f"{source}: the vocabulary and the merges do not match: {error}") from error
 
 
-def _byte_level(
-    tokens: Sequence[str], merges: list[tuple[str, str]], pre_tokenizer: GGUFPreTokenizer
+def byte_level_bpe(
+    source: str, vocab: dict[str, int], merges: list[tuple[str, str]], pre_tokenizer: GGUFPreTokenizer
 ) -> Tokenizer:
-    vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(bpe(_SOURCE, vocab, merges, ignore_merges=pre_tokenizer.whole_words))
+    """Build the tokenizer of a byte-level vocabulary; `source` is the name of its file for errors."""
+    backend = Tokenizer(_bpe(source, vocab, merges, ignore_merges=pre_tokenizer.whole_words))
     if pre_tokenizer.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -223,7 +224,7 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], unk_token
     else:
         scores = _required_list(metadata, "scores")
         merges = merges_by_rank({token: -scores[i] for token, i in vocab.items()})
-    backend = Tokenizer(bpe(_SOURCE, vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(_bpe(_SOURCE, vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     escape = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), escape] if prefix else [escape])

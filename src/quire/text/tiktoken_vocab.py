@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from quire.errors import ConfigError
 from quire.text.byte_level import to_byte_level
-from quire.text.gguf_vocab import bpe, merges_by_rank
+from quire.text.gguf_vocab import GGUFPreTokenizer, byte_level_bpe, merges_by_rank
 
 TIKTOKEN_FILE = "tiktoken.model"
 _KIMI_MODULES = ("tokenization_kimi", "tokenization_moonshot")
@@ -42,15 +42,8 @@ def read_tiktoken(file: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer of a Kimi checkpoint from its ranks and its tokenizer_config.json."""
     _check_family(file, config)
     vocab = _read_ranks(file)
-    # With ignore_merges, a word that is a token stays undivided.
-    backend = Tokenizer(bpe(str(file), vocab, merges_by_rank(vocab), ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(KIMI_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
+    pre_tokenizer = GGUFPreTokenizer((KIMI_SPLIT,), whole_words=True)
+    backend = byte_level_bpe(str(file), vocab, merges_by_rank(vocab), pre_tokenizer)
     _add_reserved(backend, len(vocab), file, config)
     return backend
 
