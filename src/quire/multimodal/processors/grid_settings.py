@@ -139,12 +139,14 @@ Reads = Callable[[str, Any], dict[str, Any]]
 """Function from the name and value of an mm_processor_kwargs argument to the settings that it changes."""
 
 
+def _wrong(name: str, value: Any, expected: str) -> RequestError:
+    return RequestError(f"{name} is {value!r:.80}, expected {expected}", f"mm_processor_kwargs.{name}")
+
+
 def _whole(field: str) -> Reads:
     def read(name: str, value: Any) -> dict[str, Any]:
         if not _is_number(value) or int(value) != value:
-            raise RequestError(
-                f"{name} is {value!r:.80}, expected a positive integer", f"mm_processor_kwargs.{name}"
-            )
+            raise _wrong(name, value, "a positive integer")
         return {field: int(value)}
 
     return read
@@ -152,10 +154,7 @@ def _whole(field: str) -> Reads:
 
 def _rate(name: str, value: Any) -> dict[str, Any]:
     if not _is_number(value) or value > _MAX_FPS:
-        raise RequestError(
-            f"{name} is {value!r:.80}, expected a positive number, {_MAX_FPS} at most",
-            f"mm_processor_kwargs.{name}",
-        )
+        raise _wrong(name, value, f"a positive number, {_MAX_FPS} at most")
     return {"fps": float(value), "num_frames": None, "samples": True, "is_requested": True}
 
 
@@ -165,17 +164,14 @@ def _count(name: str, value: Any) -> dict[str, Any]:
 
 def _flag(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r}, expected true or false", f"mm_processor_kwargs.{name}")
+        raise _wrong(name, value, "true or false")
     return {"samples": value, "is_requested": value}
 
 
 def _size(name: str, value: Any) -> dict[str, Any]:
     known = {"shortest_edge": "least", "longest_edge": "most", "min_pixels": "least", "max_pixels": "most"}
     if not isinstance(value, dict) or not value or not {*value} <= {*known}:
-        raise RequestError(
-            f"{name} is {value!r}, expected an object with shortest_edge and longest_edge, both in pixels",
-            f"mm_processor_kwargs.{name}",
-        )
+        raise _wrong(name, value, "an object with shortest_edge and longest_edge, both in pixels")
     changes: dict[str, Any] = {}
     for key, number in value.items():
         changes |= _whole(known[key])(f"{name}.{key}", number)
