@@ -71,7 +71,7 @@ def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
 
 
 def _with_parts(models: Iterator[type[BaseModel]]) -> list[type[BaseModel]]:
-    """Return the models with those of their fields and of their bases, each once."""
+    """Return the models with the models of their fields and their base classes, each once."""
     results: dict[type[BaseModel], None] = {}
     waiting = list(models)
     while waiting:

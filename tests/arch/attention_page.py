@@ -1,7 +1,6 @@
-"""docs/attention_backends.md out of the checks of the backends themselves.
+"""Generate docs/attention_backends.md from the checks of the backends.
 
-PYTHONPATH=src:tests/arch python tests/arch/attention_page.py > docs/attention_backends.md
-"""
+PYTHONPATH=src:tests/arch python tests/arch/attention_page.py > docs/attention_backends.md"""
 
 import importlib.machinery
 from pathlib import Path
@@ -74,7 +73,8 @@ MACHINES = {"CPU": CPU} | {
 
 
 def reason(name: str, wanted: AttentionSpec, machine: Machine) -> str:
-    """Return "yes", or the reason why a backend refuses, as if every package and kernel were installed."""
+    """Return "yes", or the reason why a backend refuses these settings, as if every package and kernel were
+    installed."""
     spec_of_package = importlib.machinery.ModuleSpec("installed", None)
     module = type(BACKENDS[name]()).__module__
     with (

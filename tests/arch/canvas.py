@@ -1,4 +1,4 @@
-"""Shapes for the drawings of docs/."""
+"""Shapes for the SVG drawings of docs/."""
 
 from collections.abc import Sequence
 from html import escape

@@ -1,8 +1,7 @@
-"""docs/compatibility.md, out of the engine's own checks: `python tests/arch/compatibility_page.py`.
+"""Generate docs/compatibility.md from the engine's own checks: `python tests/arch/compatibility_page.py`.
 
-Each pair of features is put to `configure()` with a tiny config.json and a machine with GPUs that exists only
-here. No weights are read and no device is used. A few pairs have checks beyond it, which are called directly.
-"""
+Each pair of features is checked by `configure()`, with a tiny config.json and imaginary GPUs. No weights are
+read and no device is used. Some pairs have further checks, which are called directly."""
 
 import json
 import re
@@ -119,15 +118,16 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
 @dataclass(frozen=True)
 class Feature:
-    """A row and a column: what is added to config.json and to the settings of an engine."""
+    """A feature, which is a row and a column of the table: changes to config.json and to the engine's
+    settings."""
 
     name: str
     short: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] | None = None
-    """The config.json that the feature needs; None: any."""
+    """Name of the config.json that the feature needs; None: it works with any."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of config.json."""
+    """Keys that the feature adds to config.json."""
 
 
 FEATURES = [
@@ -176,13 +176,14 @@ KINDS = [
     Feature("any decoder through transformers", "", {"model_impl": "transformers"}, DENSE),
 ]
 FORMATS = ("FP8", "INT8", "AWQ", "GGUF", "images")
-"""Features that are no columns of the table of model kinds: they are not checked by kind, or are kinds."""
+"""Features without a column in the table of model kinds: they are kinds themselves, or are not checked by
+kind."""
 COLUMNS = [feature for feature in FEATURES if feature.short not in FORMATS]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Return the verdict of the checks on a pair (yes, no, part or off) and the reason."""
+    """Verdict of the checks on a pair of features (yes, no, part or off) and its reason."""
 
     word: str
     why: str = ""
@@ -193,18 +194,18 @@ Answers = dict[tuple[str, str], Answer | None]
 
 
 class Checks:
-    """Asks for pairs, in a folder with tiny checkpoints."""
+    """Runs the checks for pairs of features, in a folder with tiny checkpoints."""
 
     def __init__(self, folder: Path, machine: Machine) -> None:
         self.folder, self.machine = folder, machine
         self.warnings: list[str] = []
-        """Warnings of the last configuration."""
+        """Warnings that the last configuration logged."""
         self.draft = self._write(DENSE)
         self.gguf = folder / "tiny.gguf"
         _write_gguf(self.gguf)
 
     def answer(self, *pair: Feature) -> Answer | None:
-        """Return the answer for features together; None if it cannot be asked."""
+        """Return the answer for these features together; None if they cannot be configured together."""
         config = self._configure(*pair)
         if not isinstance(config, EngineConfig):
             return config
@@ -416,7 +417,7 @@ def _differences(answers: Answers, on_cpu: Answers, notes: Notes) -> Iterator[st
 
 
 def _on(feature: Feature, kind: Feature) -> Feature:
-    """Return the feature with the model of the kind in place of its own."""
+    """Return the feature with the model of this kind in place of its own model."""
     return Feature(feature.name, feature.short, feature.settings, kind.model, feature.changes)
 
 

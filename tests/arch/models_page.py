@@ -16,7 +16,7 @@ from quire.models import CLASSIFIERS, MODELS
 
 _KEPT = {"full": "pages", "window": "window", "latent": "latent", "state": "state"}
 _ELSEWHERE = {"WhisperForConditionalGeneration": ("pages, cross-attention", "tape", "graphs")}
-"""Decoders that cannot run alone: cache, CPU and GPU paths tested in tests/multimodal/."""
+"""Decoders that cannot run alone. Their cache, CPU and GPU paths are tested in tests/multimodal/."""
 
 GROUPS = {
     "dense": "Dense decoders",
@@ -32,7 +32,7 @@ GROUPS = {
     "ssm": "State-space and hybrid decoders",
     "encoder": "Encoders",
 }
-"""Titles by the file in checkpoint/families/ that reads them."""
+"""Titles of tables by the file in checkpoint/families/ that reads their models."""
 HEAD = """# Models
 
 Made by `python tests/arch/models_page.py > docs/models.md` out of the tables of `checkpoint/families/` and

@@ -27,7 +27,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def _table(page: str, first_line: str) -> list[list[str]]:
-    """Return the rows of the table with a header that begins with `first_line`."""
+    """Return the rows of the table in a page whose header begins with `first_line`."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(first_line))
     rows = []
@@ -39,7 +39,7 @@ def _table(page: str, first_line: str) -> list[list[str]]:
 
 
 def _numbers(cell: str) -> list[float]:
-    """Return the numbers before a bracket."""
+    """Return the numbers in a cell before its bracket."""
     result = re.findall(r"\d[\d,]*\.?\d*", cell.partition("(")[0].replace(", ", " "))
     return [float(item.replace(",", "")) for item in result]
 
@@ -48,7 +48,7 @@ def _numbers(cell: str) -> list[float]:
 
 
 def decode() -> str:
-    """Draw a decode step beside vLLM's, for two models."""
+    """Draw the time of a decode step next to vLLM's, for two models."""
     rows = _table("performance.md", "| decode step, ms |")
     groups = []
     for vllm, quire_row in ((rows[0], rows[1]), (rows[3], rows[4])):
@@ -62,7 +62,7 @@ def decode() -> str:
 
 
 def peers() -> str:
-    """Draw engines on two cores."""
+    """Draw the throughput of several engines on two CPU cores."""
     rows = _table("performance.md", "| | ready s | first token s |")[:4]
     columns = {"one prompt, tok/s": 4, "one stream, tok/s": 5, "32 at once, tok/s": 6}
     groups = []
@@ -94,7 +94,7 @@ def formats() -> str:
 
 
 def shares() -> str:
-    """Draw how soon another key gets its share."""
+    """Draw how soon another API key gets its share of the engine."""
     groups = []
     for name, cell, _ in _table("keys.md", "| | share of the other key"):
         values = dict(
@@ -235,7 +235,7 @@ _WAY = (
 
 
 def way() -> str:
-    """Draw the path of a request, top to bottom."""
+    """Draw the path of a request through the processes, from top to bottom."""
     return _lanes(_WAY)
 
 
@@ -252,7 +252,7 @@ _ITEM = (
 
 
 def media() -> str:
-    """Draw the path of an image."""
+    """Draw the path of an image through the processes."""
     return _lanes(_ITEM)
 
 
@@ -277,7 +277,7 @@ def _lanes(steps: Sequence[tuple[str, str, str]]) -> str:
 
 
 _LOADS = (90, 20, 15, 10, 60, 15, 10, 10, 25, 10, 10, 5, 20, 10, 5, 5)
-"""Tokens of 16 experts, some of them popular."""
+"""Number of tokens of each of 16 experts, some of which are popular."""
 
 
 def experts() -> str:

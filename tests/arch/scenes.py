@@ -1,4 +1,4 @@
-"""Drawings of the stages of a request, computed by the code that they show."""
+"""Drawings of the stages of a request, computed by the code that they illustrate."""
 
 import json
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ _SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "requir
 
 
 def _encode(text: str) -> list[int]:
-    """Encode greedily with the longest token, or a byte if none matches."""
+    """Tokenize a text greedily by the longest token, or by a byte if no token matches."""
     ids = []
     while text:
         token = max((item for item in _TOKENS if text.startswith(item)), key=len, default=text[0])
@@ -215,7 +215,7 @@ def operate() -> str:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of `-tp 4 -pp 2`."""
+    """The sizes of an engine with `-tp 4 -pp 2`."""
 
     tensor_parallel_size: int = 4
     pipeline_parallel_size: int = 2
@@ -267,7 +267,7 @@ _PIECES = (
 
 
 def responses() -> str:
-    """Draw the events of a stream, item by item."""
+    """Draw the events of a stream of the Responses API, item by item."""
     output = ResponseItems()
     events = [event for piece in _PIECES for event in output.add(piece)]
     events += output.end("completed")
@@ -316,7 +316,7 @@ _BODY = {
 
 
 def messages() -> str:
-    """Draw a body, and the chat request that it becomes."""
+    """Draw a body of the Messages API, and the chat request that it becomes."""
     chat = as_chat(MessagesBody.model_validate(_BODY), budgets=True).model_dump(exclude_unset=True)
     parts: list[str] = []
     sides = (("POST /v1/messages", _BODY, 12), ("the chat that is answered", chat, 440))

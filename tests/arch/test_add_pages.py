@@ -1,4 +1,4 @@
-"""The worked examples of docs/add_*.md run as printed."""
+"""Tests that the worked examples of docs/add_*.md run as printed."""
 
 import re
 import runpy

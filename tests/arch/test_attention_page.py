@@ -1,4 +1,4 @@
-"""docs/attention_backends.md shows what the checks of the backends answer."""
+"""Tests that docs/attention_backends.md shows the results of the backends' checks."""
 
 from attention_page import PAGE, page
 

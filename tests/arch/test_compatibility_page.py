@@ -1,4 +1,4 @@
-"""docs/compatibility.md shows what the engine's own checks answer."""
+"""Tests that docs/compatibility.md shows the results of the engine's own checks."""
 
 from compatibility_page import PAGE, page
 

@@ -1,4 +1,5 @@
-"""Numbers and lists in the README, the changelog and the pages, against the tables of the code."""
+"""Tests that numbers and lists in the README, the changelog and the pages agree with the tables of the
+code."""
 
 import re
 from pathlib import Path

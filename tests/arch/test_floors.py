@@ -88,7 +88,7 @@ def test_torch_free_folders_import_without_torch() -> None:
 
 
 def test_no_folder_on_the_path_of_tests_is_taken_for_a_package() -> None:
-    """torch and transformers look for optional packages, and would find a folder of that name."""
+    """torch and transformers look for optional packages, and would take a folder of that name for one."""
     root = Path(__file__).parents[2]
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     folders = {path.name for place in settings["pythonpath"] for path in (root / place).iterdir()}

@@ -21,7 +21,7 @@ SETUP = {
     ),
     *("register", "set", "finalize", "share", "set_aux_hidden_state_layers", "unbind"),
 }
-"""Methods that build a layer, load its weights, or bind its memory: they run between steps."""
+"""Names of methods that build a layer, load its weights or bind its memory, and run between steps."""
 KEPT = {
     ("layers/cross_attention.py", "self.queries"),  # a recording, which no layer reads
     ("layers/ssm.py", "batch.state"),  # built from the batch alone, by the first layer that needs it
@@ -29,7 +29,7 @@ KEPT = {
 
 
 def computing_files() -> list[Path]:
-    """Return the files of models, layers and what layers share; transformers' own models are not Quire's."""
+    """Return the files of models, of layers and of what layers share, except for transformers' own models."""
     folders = [path for path in FILES if {"models", "layers"} & set(path.relative_to(ROOT).parts)]
     own = [path for path in folders if not path.name.startswith("transformers_")]
     return [*own, ROOT / "parallel/all2all.py"]
@@ -45,7 +45,8 @@ def stores(source: ast.AST, name: str) -> Iterator[str]:
 
 
 def kept_by(tree: ast.AST) -> set[str]:
-    """Return what code keeps of a step: attributes of a batch, and of `self` outside of `SETUP`."""
+    """Return the names that code stores during a step: attributes of a batch, and of `self` outside of
+    `SETUP`."""
     kept = set(stores(tree, "batch"))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name not in SETUP:

@@ -1,4 +1,4 @@
-"""docs/python.md has an entry for every name that `quire` exports."""
+"""Tests that docs/python.md has an entry for every name that `quire` exports."""
 
 import inspect
 import re

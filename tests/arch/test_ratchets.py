@@ -1,4 +1,5 @@
-"""Sizes that may only shrink. Raising a number here is a decision: give the reason in the commit."""
+"""Tests of sizes that may only shrink. To raise a number here is a decision: give the reason in the
+commit."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The pages on security name tests that exist."""
+"""Tests that the pages on security name existing tests."""
 
 import re
 from pathlib import Path

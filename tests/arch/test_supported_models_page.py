@@ -1,4 +1,5 @@
-"""The commands of docs/supported_models.md are valid, and their architectures and parsers exist."""
+"""Tests that the commands of docs/supported_models.md are valid, and that their architectures and parsers
+exist."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md quotes are those of the code."""
+"""Tests that the messages which docs/troubleshooting.md quotes are those of the code."""
 
 import re
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 MIN_PIECE = 12
-"""Shorter pieces of a message between two values are not looked up."""
+"""Minimum length of a piece of a message, between two values, that is looked up."""
 NOT_OURS = ("Address already in use", "loading 62%")
-"""A text of the system, and an example with values."""
+"""Quoted texts that are not looked up: a message of the system, and an example with values."""
 _ADJACENT = re.compile(r"""["']\s*\n\s*[rf]*["']""")
-"""Two strings of the source that Python joins."""
+"""A pair of quotes in the source between which Python joins two strings."""
 
 
 def strings() -> str:

@@ -1,4 +1,4 @@
-"""Servers for the tests of this folder: one that most share, and a way to start others."""
+"""Servers for the tests of this folder: a shared one, and a function that starts others."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 @pytest.fixture(scope="session")
 def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    """Start the server that tests share if they leave it unchanged. Its processes import their modules
+    """Start the server that most tests share, since they do not change it. Its processes import their modules
     themselves."""
     log = tmp_path_factory.mktemp("shared") / "log"
     with ServeProcess(str(tiny.path), *SHARED_FLAGS, log=log) as started:
@@ -30,8 +30,8 @@ def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def start(tiny: TextModel, tmp_path: Path, preloaded: Preloaded) -> Iterator[Start]:
-    """Yield a function that starts a server with these flags; it is killed after the test. The processes of
-    a `fresh` one import their modules themselves."""
+    """Yield a function that starts a server with the given flags; it is killed after the test. With `fresh`,
+    the server's processes import their modules themselves."""
     with ExitStack() as stack:
 
         def make(*flags: str, model: str = str(tiny.path), fresh: bool = False) -> ServeProcess:

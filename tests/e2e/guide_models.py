@@ -1,4 +1,4 @@
-"""Tiny models under the names of those in the guide, and their prompts."""
+"""Tiny models under the model names of the optimization guide, and their prompts."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ DENSE = ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
 DRAFT = "meta-llama/Llama-3.2-1B-Instruct"
 EXPERTS = "mistralai/Mixtral-8x7B-Instruct-v0.1"
 SEEING = {"Qwen/Qwen2.5-VL-3B-Instruct": 2, "Qwen/Qwen2.5-VL-72B-Instruct": 4}
-"""Vision models, with their number of heads."""
+"""Vision models of the guide, with their number of attention heads."""
 PACKED = {
     "TheBloke/Llama-2-7B-Chat-AWQ": (AWQ, STORED["awq"].config),
     "TheBloke/Llama-2-7B-Chat-GPTQ": (GPTQ, STORED["gptq"].config),
@@ -45,11 +45,11 @@ NINE = [
     *("time_to_first_token_seconds_count", "time_per_output_token_seconds_count"),
     "e2e_request_latency_seconds_count",
 ]
-"""Metrics of the guide, by their names without the prefix `vllm:`."""
+"""Metrics of the guide without the prefix `vllm:`."""
 
 
 def make_models(folder: Path, tiny: TextModel, base: Path) -> Path:
-    """Make a working directory where each model name of the guide is the folder of a tiny model, with two
+    """Make a working directory in which each model name of the guide is a folder with a tiny model, and two
     adapters."""
     for name in DENSE:
         _link(folder / name, tiny.path)

@@ -1,4 +1,4 @@
-"""Streams of every kind, and whether their answers stay the same while engine cores are killed."""
+"""Streams of every kind, and checks that their answers stay the same while engine cores are killed."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from serve_process import PATIENCE_S, ServeProcess, events, eventually, greedy
 
 NUM_STREAMS = 16
 LENGTH = 400
-"""Tokens of an answer that is still running when the core is killed."""
+"""Number of tokens of an answer that still runs when the core is killed."""
 LIST = {
     "type": "array",
     "items": {"type": "string", "minLength": 4, "maxLength": 4},
@@ -96,7 +96,7 @@ def whole(stream_events: list[dict[str, Any] | str]) -> dict[str, Any]:
 
 
 def time_without_cpu_waits() -> float:
-    """Return a clock that stands still while this thread is ready to run and the CPUs run others."""
+    """Return a clock that stops while this thread is ready to run but all CPUs run other threads."""
     path = Path("/proc/thread-self/schedstat")
     return time.monotonic() - (int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0)
 
@@ -104,8 +104,8 @@ def time_without_cpu_waits() -> float:
 async def read_answer(
     fresh: httpx.AsyncClient, path: str, body: dict[str, Any], pauses: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the complete answer of a stream; add its pauses of more than a tenth of a second to `pauses`,
-    with the time at which each of them ended."""
+    """Return the complete answer of a stream. Append each pause of more than 0.1 s to `pauses`, with the time
+    at which it ended."""
     while True:
         body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
         async with fresh.stream("POST", path, json=body) as reply:
@@ -125,7 +125,8 @@ async def read_answer(
 
 
 def without_cached(answer: dict[str, Any]) -> dict[str, Any]:
-    """Remove the cached token count: later requests find their prompt in the cache."""
+    """Remove the number of cached tokens from an answer, since later requests find their prompt in the
+    cache."""
     answer["usage"].pop("prompt_tokens_details", None)
     return answer
 
@@ -137,9 +138,11 @@ async def read_answers(
     begun: Event,
     is_over: Event,
 ) -> int:
-    """Read undisturbed answers, then 16 streams at once, one after the other, until `is_over` is set. Every
-    answer equals the undisturbed one. Return the number of answers. One thread reads all streams: threads
-    would wait for each other, and the pauses would be those of the clients."""
+    """Read answers of an undisturbed server, then 16 streams at a time until `is_over` is set, and check that
+    each equals its undisturbed answer. Return the number of answers.
+
+    One thread reads all streams: several threads would wait for each other, and the pauses would be those of
+    the clients."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as fresh:
         expected = {kind: without_cached(await read_answer(fresh, *kinds[kind], pauses)) for kind in kinds}
@@ -158,7 +161,7 @@ async def read_answers(
 
 
 def all_answer(server: ServeProcess, num_cores: int) -> bool:
-    """Return whether each core answers a request that only it may take."""
+    """Return whether each core answers a request that is routed to it."""
     return all(
         server.client.post(
             TEXT, json=greedy(max_tokens=1), headers={"X-data-parallel-rank": str(rank)}
@@ -175,8 +178,8 @@ def answer_while_cores_die(
     num_cores: int = 1,
     num_deaths: int,
 ) -> None:
-    """Run streams one after the other while cores are killed: every answer equals the undisturbed one. The
-    longest pause after each death is printed."""
+    """Run streams while cores are killed, and check that every answer equals the undisturbed one. The longest
+    pause after each death is printed."""
     begun, is_over, pauses, worst = Event(), Event(), list[tuple[float, float]](), list[float]()
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(asyncio.run, read_answers(server, kinds, pauses, begun, is_over))

@@ -22,7 +22,8 @@ _SELECTORS = {
 
 
 def render(folder: Path, documents: list[Document] | None = None) -> list[Document]:
-    """Return the documents of a kustomization. A component changes the `documents` of its user."""
+    """Return the YAML documents of a kustomization. A component changes the `documents` of the kustomization
+    that uses it."""
     (name,) = folder.glob("kustomization.yaml")
     rules = yaml.safe_load(name.read_text())
     assert rules.keys() <= _KNOWN, f"{name}: {rules.keys() - _KNOWN} are not supported here"

@@ -1,9 +1,11 @@
-"""Processes that start without the seconds that their imports take.
+"""Processes that start without the seconds that imports take.
 
-One process imports Quire and torch. Servers, and the cores and ranks of engines in the process of the tests,
-are forked from it, and fork their own child processes where they would spawn them. Arguments and open files
-are those of a spawned process. Only the imports are shared: the server that most tests share, those of the
-plugins and the default model, and a rank are full processes, and so test the imports."""
+One process imports Quire and torch. Servers are forked from it, as are the cores and ranks of engines in the
+test process; they fork their own child processes where they would otherwise spawn them. Arguments and open
+files are those of a spawned process.
+
+Only the imports are shared. They are tested by the processes that start in full: the server that most tests
+share, those of the plugins and the default model, and one rank."""
 
 import contextlib
 import fcntl
@@ -43,7 +45,7 @@ _MODULES = (
 
 
 class Preloaded:
-    """Process that others are forked from."""
+    """The process that has imported all modules, from which others are forked."""
 
     def __init__(self) -> None:
         self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,7 +83,8 @@ class Preloaded:
         pass_fds: Sequence[int] = (),
         log: Path | None = None,
     ) -> "ForkedProcess":
-        """Run what a command line with `-c` in it would. `log` receives its output; None: this process's."""
+        """Run what a Python command line with `-c` would. `log` receives its output; None: this process's
+        output does."""
         place = words.index("-c") + 1
         order = {"code": words[place], "argv": [*words[place + 1 :]], "environment": {**environment}}
         order |= {"cwd": os.getcwd(), "path": sys.path, "parent": os.getpid()}
@@ -90,7 +93,7 @@ class Preloaded:
             return self._fork(order, [*outputs, *pass_fds], [1, 2, *pass_fds])
 
     def _fork(self, order: dict[str, Any], fds: Sequence[int], numbers: Sequence[int]) -> "ForkedProcess":
-        """Send an order. The process has `fds` under these numbers."""
+        """Order a new process. It has the open files `fds` under these numbers."""
         status, written = os.pipe()
         data = json.dumps(order | {"numbers": [*numbers]}).encode()
         socket.send_fds(self._socket, [data], [written, *fds])
@@ -99,7 +102,7 @@ class Preloaded:
 
 
 class ForkedProcess:
-    """The part of `subprocess.Popen` that tests and executors use."""
+    """A process with the methods of `subprocess.Popen` that tests and executors use."""
 
     def __init__(self, status: int) -> None:
         """`status` is the end of a pipe: it yields the process id, and later the exit code."""
@@ -136,7 +139,7 @@ class ForkedProcess:
 
 @contextlib.contextmanager
 def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
-    """Fork the cores and ranks of engines in this process instead of spawning them."""
+    """Within this context, fork the cores and ranks of engines of this process instead of spawning them."""
     processes: dict[int, ForkedProcess] = {}
 
     def run_rank(
@@ -153,7 +156,7 @@ def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
         return forked.pid
 
     class ForkedPopen(_SpawnPopen):
-        """Process that is a child of the preloaded one, which reports its end."""
+        """A process that is a child of the preloaded process, which reports its end."""
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
             if self.returncode is None:
@@ -168,7 +171,7 @@ def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engines_spawned() -> Iterator[None]:
-    """Spawn the cores and ranks of engines within `engines_forked`."""
+    """Within this context, spawn the cores and ranks of engines even within `engines_forked`."""
     with _patched(subprocess, _spawnv_passfds, _SpawnPopen):
         yield
 
@@ -211,7 +214,7 @@ def _close_all_but(keep_fds: Sequence[int]) -> None:
 
 
 def _leave(run: Callable[[], object]) -> None:
-    """End this process with the exit code that Python would use, without running its parent's code."""
+    """End this process with the exit code that Python would use, without running code of its parent."""
     code = 1
     try:
         result = run()
@@ -228,14 +231,15 @@ def _leave(run: Callable[[], object]) -> None:
 
 
 def _spawn(path: str, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
-    """Replace multiprocessing's function, which executes `path` with `-c` and code among `args`."""
+    """Replace multiprocessing's function that executes the interpreter `path` with `-c` and code among
+    `args`."""
     words = [os.fsdecode(word) for word in args]
     place = words.index("-c") + 1
     return run_forked(words[place], words[place + 1 :], passfds)
 
 
 class ForkedRank:
-    """The part of `subprocess.Popen` that an executor uses, for a forked rank."""
+    """A forked rank with the methods of `subprocess.Popen` that an executor uses."""
 
     def __init__(self, args: Sequence[str], *, pass_fds: Sequence[int], **_: object) -> None:
         place = args.index("-c") + 1
@@ -262,7 +266,7 @@ class ForkedRank:
 
 
 def _follow(order: dict[str, Any], fds: Sequence[int]) -> None:
-    """Become the process that `order` describes."""
+    """Become the process that `order` describes: set its files, arguments and environment, and run it."""
     from quire import logs
     from quire.cli import main
     from quire.executor import worker_group
@@ -312,7 +316,7 @@ def _preload() -> None:
 
 
 def _declare_routes() -> None:
-    """Build the fields of all routes, which later applications share."""
+    """Build the fields of all routes once; later applications share them."""
     sys.path.append(str(Path(__file__).parents[1] / "server"))
     from fake_engine import FakeEngine
     from shared_fields import share_fields

@@ -1,7 +1,7 @@
-"""The JSON-Schema-Test-Suite (draft 2020-12) as schemas that a request can use.
+"""The JSON-Schema-Test-Suite (draft 2020-12) as schemas for requests.
 
-`json_schema/suite.json` holds the suite's own groups: file -> [[description, schema, [[instance, valid]]]];
-`json_schema/LICENSE` is the suite's."""
+`json_schema/suite.json` has the suite's groups: file -> [[description, schema, [[instance, valid]]]].
+`json_schema/LICENSE` is the suite's licence."""
 
 import json
 import re
@@ -21,7 +21,7 @@ TYPE_OF = {
     "string": "format maxLength minLength pattern",
     "number": "exclusiveMaximum exclusiveMinimum maximum minimum multipleOf",
 }
-"""Type of the values that a keyword constrains; it does not constrain others."""
+"""JSON type of the values that a keyword constrains; values of other types are always valid."""
 
 KNOWN = {
     "optional/ecmascript-regex: ECMA 262 \\S matches everything but whitespace": "U+FEFF is no whitespace",
@@ -29,10 +29,10 @@ KNOWN = {
     "optional/format/date: validation of date strings": "29 February in any year",
     "optional/format/time: validation of time strings": "second 60 in any minute",
 }
-"""Groups where llguidance accepts an invalid instance; docs/structured.md lists them, too."""
+"""Groups of the suite where llguidance accepts an invalid instance; docs/structured.md lists them, too."""
 
 UNCHECKED_FORMATS = ("date", "date-time", "time")
-"""Formats with such a fault: finished answers are not checked for them."""
+"""Formats of strings with such a fault: finished answers are not checked for them."""
 
 _ALONE = ("$ref", "$id", "$anchor", "$defs", "$dynamicRef", "$dynamicAnchor", "definitions")
 """Keywords that change their meaning inside another schema."""
@@ -40,7 +40,7 @@ _ALONE = ("$ref", "$id", "$anchor", "$defs", "$dynamicRef", "$dynamicAnchor", "d
 
 @dataclass(frozen=True)
 class Group:
-    """Schema of the suite, with valid and invalid instances."""
+    """A schema of the suite, with valid and invalid instances."""
 
     name: str
     schema: Any
@@ -57,8 +57,8 @@ def groups() -> list[Group]:
 
 
 def cases() -> dict[str, Any]:
-    """Return every schema as it is; again with the type of its keywords, because a model would mostly write
-    another type; and with the next one as properties of an object."""
+    """Return every schema in three forms: unchanged; with the type of its keywords, since a model would
+    mostly write another type; and with the next schema as properties of an object."""
     plain = {group.name: group.schema for group in groups()}
     typed = {
         f"{name} ({kind})": {**schema, "type": kind}
@@ -88,7 +88,7 @@ def validator(schema: Any) -> jsonschema.Draft202012Validator:
 
 
 def _fits_pattern(_: Any, pattern: str, instance: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """Match as ECMA 262 does: `\\d` and `\\w` are ASCII, `\\s` is Unicode."""
+    """Return whether a pattern matches as in ECMA 262: `\d` and `\w` are ASCII, `\s` is Unicode."""
     ascii_only = re.ASCII if re.search(r"\\[dDwW]", pattern) else 0
     if isinstance(instance, str) and not re.search(pattern, instance, ascii_only):
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")

@@ -27,7 +27,7 @@ SHARED_FLAGS = (
     *("--served-model-name", "tiny", "also-tiny"),
     *("--disable-uvicorn-access-log", "--enable-prompt-embeds"),
 )
-"""Flags with a context far longer than the tests need, so that a stream can be made to last."""
+"""Flags for a context far longer than the tests need, so that a stream can last as long as a test."""
 
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -37,7 +37,7 @@ PATIENCE_S = 150.0
 
 
 def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
-    """Wait until `holds()`; the limit only ends a test that would hang."""
+    """Wait until `holds()` is true. The time limit only ends a test that would hang."""
     start, pause_s = time.monotonic(), 0.02
     while not holds():
         assert time.monotonic() - start < within_s, f"not within {within_s:g} s: {what}"
@@ -46,8 +46,8 @@ def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_
 
 
 def vllm_call(script: Path, folder: Path, cwd: Path) -> tuple[list[str], dict[str, str]]:
-    """Run a script in the shell with a command `vllm` that records its call. Return the arguments and the
-    environment variables that the script gives it."""
+    """Run a shell script with a command `vllm` that records its call. Return the recorded arguments and
+    environment variables."""
     shim = folder / "bin" / "vllm"
     shim.parent.mkdir()
     shim.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > {folder}/argv\nenv -0 > {folder}/env\n')
@@ -61,7 +61,7 @@ def vllm_call(script: Path, folder: Path, cwd: Path) -> tuple[list[str], dict[st
 
 
 class ServeProcess:
-    """Running `quire serve`. Leaving the context kills its whole process group."""
+    """A running `quire serve`. At the end of the context, its whole process group is killed."""
 
     process: "subprocess.Popen[bytes] | ForkedProcess"
 
@@ -116,7 +116,7 @@ class ServeProcess:
         return results
 
     def with_role(self, role: str) -> list[int]:
-        """Return the pids of the processes with this title; the kernel keeps 15 characters of a name."""
+        """Return the ids of the processes with this title, of which the kernel stores 15 characters."""
         name = f"quire:{role}"[:15]
         return sorted(member.pid for member in self.members() if member.info["name"].startswith(name))
 
@@ -126,7 +126,7 @@ class ServeProcess:
         return pid
 
     def exit_code(self, within_s: float = PATIENCE_S) -> int:
-        """Return the exit code of the supervisor once it has ended; no process may be left then."""
+        """Return the exit code of the supervisor once it has ended; check that no process is left then."""
         code = self.process.wait(within_s)
         eventually("no orphan is left", lambda: not self.members())
         return code
@@ -150,12 +150,12 @@ class ServeProcess:
             return 0
 
     def refuses(self) -> bool:
-        """Return whether new connections are refused and not just left to wait."""
+        """Return whether new connections are refused at once, and do not wait."""
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == errno.ECONNREFUSED
 
     def until_healthy(self, num_api: int = 1) -> None:
-        """Wait until all API processes are healthy; any of them may answer."""
+        """Wait until all API processes are healthy, since any of them may answer."""
 
         def healthy() -> bool:
             assert self.process.poll() is None, self.text()
@@ -165,7 +165,7 @@ class ServeProcess:
         eventually("the server is up", healthy)
 
     def metrics(self) -> dict[str, float]:
-        """Return every sample by its name, with the label that distinguishes it."""
+        """Return every sample of /metrics by its name and the label that distinguishes it."""
         return parse_metrics(self.client.get("/metrics").text)
 
     def complete(self, **body: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class ServeProcess:
         return reply_body
 
     def clients_of(self, pid: int) -> set[int]:
-        """Return the ports of the clients that are connected to one process of the server."""
+        """Return the ports of the clients that are connected to one of the server's processes."""
         connections = psutil.Process(pid).net_connections("tcp")
         return {
             connection.raddr.port
@@ -185,7 +185,7 @@ class ServeProcess:
 
     @contextmanager
     def streaming(self, **body: Any) -> Iterator[Iterator[dict[str, Any] | str]]:
-        """Yield the events of a streamed completion, on a connection that the end of the context closes."""
+        """Yield the events of a streamed completion. Its connection is closed at the end of the context."""
         with (
             httpx.Client(base_url=self.url, timeout=PATIENCE_S) as fresh,
             fresh.stream("POST", "/v1/completions", json=greedy(**body, stream=True)) as reply,
@@ -195,7 +195,7 @@ class ServeProcess:
 
 
 Start = Callable[..., ServeProcess]
-"""Function that takes flags, `model` and `fresh`."""
+"""Function that starts a server from flags, `model` and `fresh`."""
 
 
 def greedy(**body: Any) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def greedy(**body: Any) -> dict[str, Any]:
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any] | str]:
-    """Yield the data of server-sent events; `[DONE]` as a string."""
+    """Yield the parsed data of server-sent events; `[DONE]` as a string."""
     for line in lines:
         if line.startswith("data: "):
             data = line.removeprefix("data: ")

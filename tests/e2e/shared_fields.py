@@ -1,5 +1,5 @@
-"""Validators of FastAPI's fields that the applications of a process share: building them takes most of the
-time of declaring the routes."""
+"""FastAPI field validators that all applications of a process share, since building them takes most of the
+time to declare routes."""
 
 from typing import Any
 

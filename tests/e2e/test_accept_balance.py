@@ -1,4 +1,4 @@
-"""Several API processes behind one port: each gets its share of the connections."""
+"""Tests of several API processes behind one port: each gets its share of the connections."""
 
 import resource
 import socket
@@ -38,7 +38,7 @@ def check_even(server: ServeProcess, expected: int) -> None:
 
 
 def test_connections_are_spread_evenly(start: Start) -> None:
-    """Catches the first process to wake up that accepts all waiting connections."""
+    """Catches one process, the first to wake up, that accepts all waiting connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     server = start("--api-server-count", str(NUM_API))

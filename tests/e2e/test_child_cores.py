@@ -1,4 +1,4 @@
-"""private_engine(): whichever way its start or its use ends, no process or file is left."""
+"""Tests of private_engine(): however its start or its use ends, no process or file is left."""
 
 import asyncio
 import shutil
@@ -22,7 +22,7 @@ from quire.errors import ConfigError
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set and return the folder of temporary folders."""
+    """Make a new folder the one for temporary files, and return it."""
     path = tmp_path_factory.mktemp("t")
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     return path
@@ -38,7 +38,7 @@ Cores = Callable[[], list[psutil.Process]]
 
 @pytest.fixture
 def cores(preloaded: Preloaded) -> Cores:
-    """Return a function that lists the cores that the test has started."""
+    """Return a function that lists the engine cores that the test has started."""
     origin = psutil.Process(preloaded.pid)
     before = set(origin.children())
     return lambda: [child for child in origin.children() if child not in before]
@@ -65,7 +65,7 @@ async def start_engine(config: EngineConfig) -> None:
 
 
 def test_failing_core_reports_the_reason(broken_model: Path, folder: Path, cores: Cores) -> None:
-    """Catches an AttributeError in place of the reason."""
+    """Catches an AttributeError in place of the reason why the core failed."""
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         asyncio.run(start_engine(config_of(broken_model)))
     check_nothing_is_left(folder, cores)

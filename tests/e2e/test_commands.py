@@ -1,4 +1,4 @@
-"""The client commands against a real server."""
+"""Tests of the client commands (chat, complete, bench serve) against a real server."""
 
 import json
 import subprocess

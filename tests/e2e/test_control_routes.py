@@ -1,4 +1,5 @@
-"""A server that sleeps and is paused under traffic, controlled through either of two API processes."""
+"""Tests of a server that sleeps and is paused under traffic, controlled through either of two API
+processes."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from quire.server.settings import make_settings
 WAKING_S = 120.0
 STARTING_S = 300.0
 LENGTH = 300
-"""Tokens of an answer that is still running when the next call arrives."""
+"""Number of tokens of an answer that still runs when the next call arrives."""
 FLAGS = (
     *("--enable-sleep-mode", "--api-server-count", "2"),
     *("--weight-transfer-config", '{"backend": "file"}'),
@@ -72,7 +73,7 @@ def post(server: ServeProcess, path: str, **kwargs: Any) -> Any:
 
 
 def everywhere(server: ServeProcess, path: str, expected: dict[str, bool]) -> bool:
-    """Return whether every API process gives this answer: each connection goes to another."""
+    """Return whether every API process gives this answer: each connection is to another process."""
     return all(httpx.get(server.url + path, timeout=WAKING_S).json() == expected for _ in range(4))
 
 
@@ -89,7 +90,7 @@ def submit_waiting(server: ServeProcess, pool: ThreadPoolExecutor, **body: Any) 
 def test_sleep_under_traffic_keeps_the_answers(
     server: ServeProcess, pool: ThreadPoolExecutor, level: int
 ) -> None:
-    """Kept streams continue where they were, new requests wait, and health checks never fail."""
+    """Streams that are kept continue where they stopped, new requests wait, and health checks never fail."""
     whole = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
     pair = {"prompt": ["The quick", "The quick"], "max_tokens": LENGTH}
     with server.streaming(max_tokens=LENGTH) as stream, server.streaming(**pair) as others:

@@ -1,4 +1,4 @@
-"""Known traffic and its metrics: every counter and every histogram has the exact value."""
+"""Tests of the metrics of known traffic: every counter and every histogram has the exact value."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def ask(server: ServeProcess, **body: object) -> dict[str, object]:
 
 
 def scrape(server: ServeProcess) -> dict[str, float]:
-    """Read the metrics several times: every process gives the same values."""
+    """Read the metrics several times, and check that every process gives the same values."""
     results = []
     for _ in range(6):
         with httpx.Client(base_url=server.url, timeout=60) as fresh:
@@ -63,7 +63,7 @@ def scrape(server: ServeProcess) -> dict[str, float]:
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Return the counters and histogram counts of the engine that changed, and by how much."""
+    """Return the engine's counters and histogram counts that have changed since `before`, and by how much."""
     names = [name for name in after if name.split(":")[0].endswith(("_total", "_count"))]
     return {
         name: after[name] - before[name]

@@ -1,4 +1,4 @@
-"""Two cores behind one address: they answer like one, and one answers while the other is dead."""
+"""Tests of two cores behind one address: they answer like one, and one answers while the other is dead."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from tiny_text import TextModel
 
 PROMPTS = ["The quick", "A page is", "One two three", "a book; a quire", "naïve café", "dog"]
 LENGTH = 500
-"""Tokens of an answer that is still running when a process is killed or stopped."""
+"""Number of tokens of an answer that still runs when a process is killed or stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def by_engine(server: ServeProcess, name: str) -> dict[str, float]:
 
 
 def cores(server: ServeProcess) -> dict[int, int]:
-    """Return the pids by rank, as the log names them."""
+    """Return the process ids of the cores by rank, from the log."""
     alive = server.with_role("EngineCore")
     logged = re.findall(r"\(EngineCore_DP(\d) pid=(\d+)\)", server.text())
     return {int(rank): int(pid) for rank, pid in logged if int(pid) in alive}
@@ -89,7 +89,7 @@ def test_two_cores_answer_like_one_and_have_separate_metrics(
 
 
 def test_equal_prefixes_are_routed_to_one_cache(pair: ServeProcess) -> None:
-    """Catches a routing that spreads a conversation over caches."""
+    """Catches routing that spreads the turns of a conversation over several caches."""
     text = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
     before = by_engine(pair, "prefix_cache_hits_total")
     for i in range(4):

@@ -1,4 +1,4 @@
-"""`quire serve` without arguments: the default model answers."""
+"""Tests that `quire serve` without arguments serves the default model."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Files in deploy/: valid manifests, alerts that fire, and a dashboard with queries that return data."""
+"""Tests of the files in deploy/: valid manifests, alerts that fire, and a dashboard with queries that return
+data."""
 
 import functools
 import importlib.util
@@ -37,7 +38,7 @@ OPERATORS = {
         "RayService",
     )
 }
-"""Kinds of operators, whose schemas are not known here."""
+"""Kinds of resources of operators, whose schemas are not known here."""
 
 
 def tool(name: str) -> str:
@@ -48,7 +49,7 @@ def tool(name: str) -> str:
 
 
 def kubectl() -> str | None:
-    """Return a kubectl that supports replacements, which that of Debian 12 does not."""
+    """Return a kubectl that supports `replacements`, which that of Debian 12 does not."""
     path = shutil.which("kubectl")
     if path is None:
         return None
@@ -81,8 +82,7 @@ def make() -> Any:
 
 
 def test_docker_build_context_has_all_files() -> None:
-    """Every path that the Dockerfile copies exists and is in the context, and so are the files of the
-    wheel."""
+    """The Docker build context has every path that the Dockerfile copies, and every file of the wheel."""
     root = DEPLOY.parent
     copied = {
         path
@@ -102,7 +102,7 @@ OTHERS = sorted(
     for path in (*KUBERNETES.glob("components/*/*.yaml"), *KUBERNETES.glob("examples/*.yaml"))
     if path.name not in ("kustomization.yaml", "adapter-rules.yaml", "gpu-operator.yaml", "llm-d.values.yaml")
 )
-"""Manifests of components and examples; the files left out are values of charts."""
+"""Manifests of components and examples. The files that are left out are values of charts."""
 
 
 def check(document: dict[str, Any]) -> None:
@@ -130,7 +130,8 @@ def test_manifests_are_rendered_and_valid(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_kubectl_renders_the_same_manifests(overlay: str) -> None:
-    """Check the renderer for machines without a new kubectl, which adds a hash to the names of ConfigMaps."""
+    """Checks the renderer of the tests, for machines without a new kubectl. kubectl adds a hash to the names
+    of ConfigMaps."""
     if kubectl() is None:
         pytest.skip("no kubectl 1.22 or newer")
     text = re.sub(r"(: quire[a-z-]*)-[2-9bcdfghkmt]{10}\n", r"\1\n", yaml.safe_dump_all(documents(overlay)))
@@ -157,7 +158,7 @@ def serve_configs() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", serve_configs())
 def test_configurations_of_ray_serve_are_valid(name: str) -> None:
-    """The builder accepts the arguments, and Ray the rest, if it is installed."""
+    """The builder of Quire accepts the arguments, and Ray the rest, if it is installed."""
     config = serve_configs()[name]
     (application,) = config["applications"]
     assert application["import_path"] == "quire.entrypoints.ray_serve:build"
@@ -180,7 +181,7 @@ def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_drain_in_time_and_have_a_read_only_root(overlay: str) -> None:
-    """The drain timeout of the server and the pause before fit into the grace period of the cluster."""
+    """The server's drain timeout and the pause before it fit into the grace period of the pods."""
     for pod in pods(overlay):
         (container,) = pod["spec"]["containers"]
         assert pod["spec"]["securityContext"]["runAsNonRoot"]
@@ -298,7 +299,7 @@ def test_autoscaler_uses_the_waiting_requests(server: ServeProcess) -> None:
 
 
 def test_alerts_and_scalers_use_existing_metrics(server: ServeProcess) -> None:
-    """Alerts and KEDA use them; the job name of the alerts is that of the cluster, too."""
+    """Alerts and KEDA use metrics that exist, and the alerts use the job name of the cluster."""
     assert server.client.get("/v1/models").status_code == 200  # answers are counted from the first one
     names = {re.split(r"[{ ]", line)[0] for line in server.client.get("/metrics").text.splitlines()}
     alerts = (DEPLOY / "prometheus/alerts.yml").read_text()

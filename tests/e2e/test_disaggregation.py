@@ -1,4 +1,4 @@
-"""Prefill and decode in different servers, behind a client that does what vLLM's proxies do."""
+"""Tests of prefill and decode in different servers, behind a client that does what vLLM's proxies do."""
 
 import json
 import os
@@ -22,7 +22,7 @@ LONG = "The quick brown fox jumps over the lazy dog. " * 40
 
 
 class Pair(NamedTuple):
-    """A server that computes prompts, and one that computes the answers."""
+    """Two servers: the first computes prompts, the second computes the answers."""
 
     prefill: ServeProcess
     decode: ServeProcess
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
     def prepared(
         self, body: dict[str, Any], route: str = "/v1/completions", id: str = "one"
     ) -> dict[str, Any]:
-        """Compute the prompt; return the body for the other server."""
+        """Let the first server compute the prompt; return the body for the second server."""
         first = {name: value for name, value in body.items() if name != "stream_options"}
         first |= {"stream": False, "max_tokens": 1}
         if "max_completion_tokens" in body:
@@ -92,13 +92,13 @@ def pair(tiny: TextModel, preloaded: Preloaded, tmp_path_factory: pytest.TempPat
 
 
 def strip(answer: dict[str, Any]) -> Any:
-    """Return what does not change from one answer to the next."""
+    """Return the parts of an answer that are the same for equal requests."""
     return answer["choices"], answer["usage"]["completion_tokens"]
 
 
 def check_equal(actual: Any, expected: Any) -> None:
-    """Check that answers are equal, except for the last digits of logprobs: with torch's products they depend
-    on how many tokens are computed together."""
+    """Check that answers are equal, except for the last digits of logprobs, which depend on how many tokens
+    torch computes together."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for name, value in expected.items():

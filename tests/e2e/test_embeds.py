@@ -1,4 +1,4 @@
-"""Prompt embeddings over HTTP: their answers, and hostile ones."""
+"""Tests of prompt embeddings over HTTP: correct answers, and hostile embeddings."""
 
 import base64
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ def complete(server: ServeProcess, **body: Any) -> httpx.Response:
 
 
 def test_prompt_embeds_equal_their_tokens(server: ServeProcess, tiny: TextModel) -> None:
-    """Check one and several embeddings, beside a prompt, streamed, and concurrently."""
+    """Covers one and several embeddings, next to a text prompt, streamed, and concurrently."""
     expected = tiny.greedy(IDS, 12)
     embeds = sent(vectors(tiny))
     (alone,) = complete(server, prompt_embeds=embeds).json()["choices"]

@@ -1,5 +1,5 @@
-"""An engine core that is faster than any API process: all clients still make progress. On a GPU that is
-usual."""
+"""Tests of an engine core that is faster than any API process, as is usual on a GPU: all clients still make
+progress."""
 
 import asyncio
 import json
@@ -52,8 +52,8 @@ def serving(model: Path, folder: Path) -> Iterator[Server]:
 
 
 class ChunkClock:
-    """Clock that counts the chunks that all clients have received: the load of the machine does not affect
-    it."""
+    """A clock that counts the chunks that all clients have received, so that the load of the machine does not
+    matter."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -61,7 +61,7 @@ class ChunkClock:
 
 @dataclass
 class StreamRecord:
-    """Chunks that one client received."""
+    """The chunks that one client has received, by the clock's number at their arrival."""
 
     clock: ChunkClock
     arrivals: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class StreamRecord:
 
 
 async def run_streams(server: Server, clock: ChunkClock) -> tuple[list[StreamRecord], list[int], list[int]]:
-    """Run streams, and record meanwhile how long /health takes and how much memory the server uses."""
+    """Run streams; meanwhile, record how long /health takes and how much memory the server uses."""
     client = HttpClient(server.url, timeout_s=280.0)
     wanted = {"max_tokens": NUM_TOKENS, "stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps({"prompt": [20] * 16, "ignore_eos": True, **wanted}).encode()

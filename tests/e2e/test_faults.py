@@ -1,4 +1,5 @@
-"""Processes killed or stopped under a running server: correct health, clear errors, and recovery."""
+"""Tests of processes that are killed or stopped in a running server: correct health, clear errors, and
+recovery."""
 
 import os
 import re
@@ -15,9 +16,9 @@ from serve_process import SHARED_FLAGS, ServeProcess, Start, eventually, joined
 from tiny_text import TextModel
 
 HEALTH_TIMEOUT_S = 10.0
-"""Longer than a busy machine delays the next step of a core."""
+"""Seconds, longer than a busy machine delays the next step of a core."""
 LENGTH = 500
-"""Tokens of an answer that is still running when a process is killed or stopped."""
+"""Number of tokens of an answer that still runs when a process is killed or stopped."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Effects of the settings in the optimization guide, beside its snippets as they are written
-(test_guide_snippets.py), and the table of all its claims (guide_claims.md)."""
+"""Tests of the effects of settings in the optimization guide, and of the table of its claims
+(guide_claims.md). test_guide_snippets.py tests the guide's snippets as they are written."""
 
 import ast
 import functools
@@ -88,10 +88,10 @@ COMMANDS = sorted({check for claim in CLAIMS for check in claim.checks if check.
 
 
 STATED = {29, 31, 32, 33, 54, 91}
-"""Claims that are advice, papers or measured figures: a page has them."""
+"""Claims that are advice, refer to papers or are measured figures: a page has them."""
 NOT_IN_MAKE_TEST = {51, 58, 124, 128}
-"""Claims whose tests need Ray, the packaged model or other clients, or measure: `make slow` and
-`make clients` run them."""
+"""Claims whose tests need Ray, the packaged model or other clients, or measure something. `make slow` and
+`make clients` run these tests."""
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def run_by_name(file: Path) -> dict[str, bool]:
 
 
 def is_run(check: str) -> bool:
-    """Return whether `make test` runs a check, or the tests on a GPU."""
+    """Return whether `make test`, or the tests on a GPU, run this check."""
     file, _, test = check.partition("::")
     return check.startswith("$ ") or run_by_name(HERE.parent / file).get(test, False)
 
@@ -230,7 +230,7 @@ def test_environment_variable_without_effect_is_warned_about() -> None:
 
 @pytest.fixture(scope="module")
 def vlm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the path of the tiny vision model, which replaces every one of the guide."""
+    """Return the path of the tiny vision model, which replaces every vision model of the guide."""
     path, _ = made("Qwen2_5_VL", tmp_path_factory.getbasetemp())
     return str(path)
 
@@ -247,7 +247,7 @@ def descriptions(vlm: str) -> list[str]:
 
 
 def test_images_in_shared_memory(vlm: str, descriptions: list[str]) -> None:
-    """Once when the images are new, once when they are cached."""
+    """Covers images that are new, and images that are cached."""
     llm = vision_llm(vlm, tensor_parallel_size=2, mm_encoder_tp_mode="data", mm_processor_cache_type="shm")
     assert [described(llm), described(llm)] == [descriptions, descriptions]
     arena = llm.llm_engine.inputs.media.processor_cache._arena
@@ -258,7 +258,7 @@ def test_images_in_shared_memory(vlm: str, descriptions: list[str]) -> None:
 def test_media_loading_thread_count(
     vlm: str, descriptions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each thread waits for another: fewer than two would time out."""
+    """Each thread waits for another one, so that with fewer than two threads the request would time out."""
     monkeypatch.setenv("VLLM_MEDIA_LOADING_THREAD_COUNT", "2")
     llm = vision_llm(vlm)
     pair, names = threading.Barrier(2, timeout=120), set()

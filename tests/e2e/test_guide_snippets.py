@@ -1,5 +1,6 @@
-"""Every snippet of the guide, unchanged: scripts through `quire python`, commands through the shell with a
-`vllm` whose arguments and variables `quire` gets. The models are tiny ones in the working directory."""
+"""Tests of every snippet of the optimization guide, unchanged, with tiny models in the working directory.
+Scripts run through `quire python`; commands run in the shell, with a `vllm` that passes its arguments and
+variables to `quire`."""
 
 import sys
 from base64 import b64encode
@@ -104,14 +105,14 @@ GUIDE: dict[int, dict[str, str]] = {
     28: {"Ray": "../executor/test_ray.py::test_"},
     29: {"client": "test_openai_client.py::test_"},
 }
-"""Settings by their number in the guide, with the snippet or the test that covers them."""
+"""Settings by their number in the guide, with the snippets or tests that cover them."""
 REFUSED = {
     "14_flash_attn.sh": "FLASH_ATTN",
     "14_flash_attn_variable.sh": "FLASH_ATTN",
     "14_flashinfer.sh": "FLASHINFER",
     "14_flashinfer_variable.sh": "FLASHINFER",
 }
-"""Snippets that are refused on a CPU or by design, with a word of their one-line error."""
+"""Snippets that are refused on a CPU or by design, with a word of their error message."""
 OTHER_NUMBERS = {"16_fp8.sh", "18_fp8_cache.sh", "18_deep_gemm.sh"}
 """Snippets with answers that may differ from those of the unmodified model."""
 OFTEN = {
@@ -133,7 +134,8 @@ def snippets(suffix: str) -> list[Any]:
 
 
 def test_every_line_of_the_guide_is_covered() -> None:
-    """Each line of its list has a snippet with these words, or a test; each snippet belongs to a line."""
+    """Each line of the guide's list has a snippet with its words, or a test; each snippet belongs to a
+    line."""
     assert list(GUIDE) == list(range(1, 30))
     used = set()
     for typed, where in (pair for line in GUIDE.values() for pair in line.items()):
@@ -154,7 +156,7 @@ def place(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(place: Path) -> dict[str, list[str]]:
-    """Return the answers of each model by itself, filled on demand."""
+    """Return the answers of each model without the guide's settings, filled on demand."""
     return {}
 
 
@@ -208,7 +210,7 @@ def test_script_runs_as_written(name: str, place: Path, expected: dict[str, list
 
 
 def check_config(llm: LLM, name: str) -> None:
-    """Check the effect of each script beside its answers."""
+    """Check the effect of each script's settings, in addition to its answers."""
     config, parallel = llm.config, llm.config.parallel
     ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
     seen: dict[str, Any] = {
@@ -258,7 +260,7 @@ def test_command_runs_as_written(
 
 
 def check(server: ServeProcess, name: str) -> None:
-    """Check the effect of each command beside its answers."""
+    """Check the effect of each command's settings, in addition to its answers."""
     metrics = server.metrics()
     assert [metric for metric in NINE if metric not in metrics] == []
     if name == "05_prefix_caching.sh":
@@ -289,7 +291,7 @@ def completions(server: ServeProcess, model: str | None = None) -> list[str]:
 
 
 def described_over_http(server: ServeProcess) -> list[str]:
-    """Ask as OpenAI's client does, several at once, over any process."""
+    """Send requests about images as OpenAI's client does, several at once, to any API process."""
 
     def ask(image: Image.Image) -> str:
         file = BytesIO()

@@ -53,7 +53,8 @@ def samples(server: ServeProcess) -> dict[str, list[Any]]:
 
 
 def test_metrics_are_what_an_endpoint_picker_reads(server: ServeProcess) -> None:
-    """A picker takes the newest sample of a family, so each has one per server."""
+    """An endpoint picker reads the newest sample of a metric family, so each family has one sample per
+    server."""
     families = samples(server)
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
         (sample,) = families[f"vllm:{name}"]
@@ -94,7 +95,7 @@ def test_pool_and_route_find_the_pods_and_the_picker() -> None:
 
 @pytest.mark.parametrize("name", ["component", "llm-d"])
 def test_picker_reads_the_events_that_the_pods_publish(name: str) -> None:
-    """Ports, topic, block size, model and encoding of both sides agree."""
+    """The ports, topic, block size, model and encoding of the picker equal those of the pods."""
     config = picker_configs()[name]
     jsonschema.validate(config, inference_gateway.PICKER)
     plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}

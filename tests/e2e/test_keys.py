@@ -1,5 +1,5 @@
-"""Keys on a real server of two API processes: a flood, an answer beside it, limits, counters,
-disconnects."""
+"""Tests of API keys on a server with two API processes: a flood of requests, answers meanwhile, limits,
+counters, disconnects."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ KEYS = [
 
 
 ENDLESS: dict[str, Any] = {"prompt": [[number + 5] * 9 for number in range(48)], "max_tokens": 8000}
-"""One request with some hundred thousand steps."""
+"""The body of one request that takes some hundred thousand steps."""
 
 
 @pytest.fixture(scope="module")

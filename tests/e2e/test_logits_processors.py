@@ -1,4 +1,4 @@
-"""The example of docs/logits_processors.md in a server and in an engine with ranks."""
+"""Tests of the example of docs/logits_processors.md in a server and in an engine with ranks."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _EXAMPLE = re.compile(r"^```python\n# my_processors\.py\n(.*?)^```", re.DOTALL |
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with the module of the page."""
+    """Return a folder with the Python module of the page."""
     (example,) = _EXAMPLE.findall(PAGE.read_text(encoding="utf-8"))
     (tmp_path / "my_processors.py").write_text(example, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

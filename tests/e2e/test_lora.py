@@ -1,4 +1,5 @@
-"""LoRA adapters of a running server: answered by name in every process, loaded and unloaded at runtime."""
+"""Tests of LoRA adapters of a running server: every process answers by their names; they are loaded and
+unloaded at runtime."""
 
 import json
 import shutil

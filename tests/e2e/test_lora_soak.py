@@ -1,5 +1,4 @@
-"""A soak of LoRA adapters: loaded, unloaded and reloaded under the traffic of 16 clients.
-
+"""A soak test of LoRA adapters: loaded, unloaded and reloaded under the traffic of 16 clients.
 `QUIRE_TEST_ADAPTER_SOAK_S` sets its seconds."""
 
 import asyncio
@@ -40,7 +39,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.num_bytes: list[int] = []
-        """Resident bytes of all processes, every `LOOK_S`."""
+        """Resident bytes of all processes, measured every `LOOK_S` seconds."""
 
     async def ask(self, model: str, prompt: str) -> httpx.Response:
         body = greedy(model=model, prompt=prompt, max_tokens=16)

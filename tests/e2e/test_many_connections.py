@@ -1,4 +1,5 @@
-"""Many clients at once: each gets the answer it would get alone, and a disconnect leaves nothing behind."""
+"""Tests of many clients at once: each gets the answer it would get alone, and a disconnect leaves nothing
+behind."""
 
 import asyncio
 import json

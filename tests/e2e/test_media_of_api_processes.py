@@ -1,4 +1,4 @@
-"""A server with several API processes: an image is processed once for all of them."""
+"""Tests of a server with several API processes: an image is processed once for all of them."""
 
 import os
 import signal

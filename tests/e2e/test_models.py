@@ -1,4 +1,5 @@
-"""Several models in one server, as processes: swaps under a memory budget, crashes, failures, operators."""
+"""Tests of several models in one server, each in processes of its own: swaps under a memory budget, crashes,
+failures, operators."""
 
 import json
 import os
@@ -25,7 +26,7 @@ FLAGS = (
     "--disable-uvicorn-access-log",
 )
 TWO_MODELS_GB = 0.008
-"""Memory of any two of the models, which take 2.1, 3.3 and 4.4 MB, but not of all three."""
+"""Memory budget for any two of the models, which take 2.1, 3.3 and 4.4 MB, but not for all three."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def complete(server: ServeProcess) -> httpx.Response:
 
 
 def body_of(name: str, number: int) -> dict[str, Any]:
-    """Return a request that depends on its number, greedy or with a seed."""
+    """Return a completion body that depends only on its number; it is greedy or has a seed."""
     prompt = f"The quick brown fox {number % 50} jumps"
     sampling = {"temperature": 0.0} if number % 2 else {"temperature": 1.0, "seed": number % 50}
     rest = {"max_tokens": 4 + number % 12, "ignore_eos": True}
@@ -100,8 +101,8 @@ def alone(folder: Path, preloaded: Preloaded, path: Path, bodies: Sequence[dict[
 def check_mixed_requests(
     count: int, folder: Path, preloaded: Preloaded, models: dict[str, Path], compared: Sequence[str]
 ) -> None:
-    """Send mixed requests under a budget for two models. Every answer must be that of a server with its
-    model alone; `compared` are the models with such a server."""
+    """Send mixed requests under a budget for two models. Check the answers of the models in `compared`
+    against those of a server with that model alone."""
     chance = random.Random(count)
     bodies = [body_of(chance.choice(NAMES), number) for number in range(count)]
     budget = ("--models-memory-gb", str(TWO_MODELS_GB))

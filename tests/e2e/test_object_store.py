@@ -1,4 +1,4 @@
-"""`quire serve s3://...`: a server downloads its model, and starts again from its cache."""
+"""Tests of `quire serve s3://...`: a server downloads its model, and starts again from its cache."""
 
 from pathlib import Path
 

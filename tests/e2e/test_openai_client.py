@@ -1,4 +1,4 @@
-"""The official client, with strict validation of every reply, against a real server."""
+"""Tests of the official OpenAI client, with strict validation of every reply, against a real server."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A request that breaks every step it is in fails alone."""
+"""Tests that a request which breaks every step it is in fails alone."""
 
 from collections.abc import Iterator
 

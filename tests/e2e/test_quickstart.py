@@ -1,4 +1,4 @@
-"""Commands and scripts of docs/quickstart.md and README.md run as they are written."""
+"""Tests that the commands and scripts of docs/quickstart.md and README.md run as they are written."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""A server with two ranks: one is killed, one stopped, the core killed; no orphan and no hang."""
+"""Tests of a server with two ranks: one is killed, one stopped, the core killed; no process is left and
+nothing hangs."""
 
 import os
 import signal
@@ -11,9 +12,9 @@ from serve_process import SHARED_FLAGS, ServeProcess, eventually, joined
 from tiny_text import TextModel
 
 HEALTH_TIMEOUT_S = 10.0
-"""Longer than a busy machine delays the next step of a rank."""
+"""Seconds, longer than a busy machine delays the next step of a rank."""
 LENGTH = 80
-"""Tokens of the answers that are compared. Between two ranks a token takes 20 ms of CPU."""
+"""Number of tokens of the compared answers. With two ranks, a token takes 20 ms of CPU."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
-"""Ray Serve on this machine: the same answers as one engine, killed and replaced replicas, scaling and hits.
+"""Tests of Ray Serve on this machine: the same answers as one engine, killed and replaced replicas, scaling,
+and cache hits.
 
-Needs `pip install 'quire[ray-serve]'`; `pytest -m slow tests/e2e/test_ray_serve.py -s` prints the figures."""
+They need `pip install 'quire[ray-serve]'`; `pytest -m slow tests/e2e/test_ray_serve.py -s` prints the
+figures."""
 
 import asyncio
 import json
@@ -47,12 +49,12 @@ RAY_ENV = {
     "RAY_worker_register_timeout_seconds": "180",
 }
 TIMEOUT_S = 120.0
-"""Longest pause of a stream."""
+"""Maximum pause of a stream in seconds."""
 PROMPTS = [[5 + k, 40, 300 - k, *range(10, 60 + k)] for k in range(16)]
 
 
 class Fleet:
-    """The application of this module, which is deployed anew for each group of tests."""
+    """The Ray Serve application of this module, which is deployed anew for each group of tests."""
 
     def __init__(self, tiny: TextModel) -> None:
         from ray import serve
@@ -136,7 +138,8 @@ def streams(
     meanwhile: Callable[[], object] = lambda: None,
     begun: int = 8,
 ) -> list[list[int]]:
-    """Return the tokens of concurrent streams; `meanwhile` runs when all have begun, then new ones begin."""
+    """Return the tokens of concurrent streams. When all have begun, `meanwhile` runs, then new streams
+    begin."""
 
     async def everything() -> list[list[int]]:
         seen: list[list[int]] = [[] for _ in range(num)]

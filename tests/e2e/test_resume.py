@@ -1,4 +1,4 @@
-"""The only core of a server is killed under streams: they pause, and their answers stay the same."""
+"""Tests of a server whose only core is killed during streams: they pause, and their answers stay the same."""
 
 import json
 import os
@@ -142,7 +142,8 @@ def test_core_that_cannot_restart_ends_its_streams(start: Start, tiny: TextModel
 
 
 def test_resumption_can_be_disabled(start: Start) -> None:
-    """A stream then ends with an error. A request without any sent output is answered nevertheless."""
+    """Without resumption, a stream ends with an error. A request without any sent output is still
+    answered."""
     server = start("--no-resume-requests")
     server.until_healthy()
     expected = server.complete(max_tokens=LENGTH)["choices"][0]["text"]

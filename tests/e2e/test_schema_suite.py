@@ -1,4 +1,4 @@
-"""JSON schemas of the public test suite on a real server with a model of random weights."""
+"""Tests of the JSON schemas of the public test suite on a real server with a model of random weights."""
 
 import json
 import re
@@ -21,11 +21,11 @@ from quire.text.tokenizer import load_tokenizer
 NUM_AT_ONCE = 16
 NUM_ANSWERS = 3
 TOWARDS_THE_END = 5.0
-"""Bias of closing tokens: a model of random weights would otherwise generate until the limit."""
+"""Logit bias of closing tokens, since a model of random weights would otherwise generate until the limit."""
 
 
 def test_no_grammar_accepts_an_invalid_instance(tiny: TextModel) -> None:
-    """Known faults are excepted. Nothing is sampled: the grammar itself is checked."""
+    """Known faults are excluded. Nothing is sampled: the grammar itself checks the instances."""
     tokenizer = load_tokenizer(tiny.path, "hf")
     grammars = Grammars(lambda: vocabulary_of(tokenizer, VOCAB, (EOS,)))
     compiled, wrong = 0, set()
@@ -62,7 +62,7 @@ def ask(client: httpx.Client, schema: Any, bias: dict[str, float], way: int) -> 
 
 
 def judge(name: str, schema: Any, reply: httpx.Response) -> Counter[str]:
-    """Count the results of its answers; an invalid one fails here."""
+    """Count the results of a schema's answers; an invalid answer fails here."""
     if reply.status_code == 400:
         assert reply.json()["error"]["message"], name
         return Counter(refused=1)
@@ -137,7 +137,7 @@ def test_grammar_without_an_end_is_a_client_error(server: ServeProcess) -> None:
 
 
 def test_schema_may_have_numbers_of_any_size(server: ServeProcess) -> None:
-    """Catches a number that no message to the engine could hold."""
+    """Catches integers that are too large for a message to the engine."""
     reply = complete(server, {"json": {"type": "integer", "minimum": 0, "maximum": 10**20}})
     assert reply.status_code == 200, reply.text
     (choice,) = reply.json()["choices"]

@@ -1,5 +1,5 @@
-"""A server with images in memory that its two ranks share: kept, not sent, and released when a process
-dies."""
+"""Tests of a server with images in shared memory for its two ranks: they are cached there, not sent, and
+released when a process dies."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ FLAGS = (
     ),
     *("--served-model-name", "tiny", "--no-enable-prefix-caching"),
 )
-"""Cache with room for some of the images."""
+"""Flags for a cache with space for some of the images."""
 
 
 def url_of(seed: int) -> str:
@@ -104,7 +104,7 @@ def test_images_in_shared_memory_survive_a_killed_process(server: ServeProcess) 
 
 
 def test_image_streams_resume_in_the_restarted_core(server: ServeProcess) -> None:
-    """Two sequences of one prompt both need the image again."""
+    """Two sequences of one prompt both need the image again after the restart."""
     parts = [{"type": "image_url", "image_url": {"url": URLS[3]}}, {"type": "text", "text": "What is this?"}]
     body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "stream": True}
     body |= {"n": 2, "seed": 1, "temperature": 1, "ignore_eos": True}

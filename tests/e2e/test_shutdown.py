@@ -1,4 +1,4 @@
-"""Shutdown of a server: after a drain, at once, or by force; never with a process left behind."""
+"""Tests of the shutdown of a server: after a drain, at once, or by force; no process is left behind."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import pytest
 from serve_process import PATIENCE_S, ServeProcess, Start, eventually
 
 LENGTH = 600
-"""Tokens that take longer than a busy machine needs to open some more streams."""
+"""Number of tokens that take longer than a busy machine needs to open some more streams."""
 
 
 class Streams:

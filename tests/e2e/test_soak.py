@@ -1,5 +1,4 @@
-"""A soak: mixed traffic on the default model for half an hour. Nothing grows, slows down or breaks.
-
+"""A soak test: mixed traffic on the default model for half an hour. Nothing grows, slows down or breaks.
 `QUIRE_TEST_SOAK_S` sets its seconds, `QUIRE_TEST_SOAK_SEED` the traffic."""
 
 import asyncio
@@ -55,7 +54,7 @@ BAD: list[dict[str, Any]] = [
 
 
 class Soak:
-    """One server and the requests that are sent to it."""
+    """A server and the requests that are sent to it."""
 
     def __init__(self, server: ServeProcess, client: httpx.AsyncClient) -> None:
         self.server = server
@@ -140,7 +139,7 @@ class Soak:
     # ---- phases
 
     async def phase(self, num_streams: int, seconds: float) -> None:
-        """Run this many clients, each sending one request after the other, until all have their answers."""
+        """Run this many clients. Each sends one request after the other, until all requests are answered."""
         end = time.monotonic() + seconds
         kinds: list[Callable[[], Awaitable[None]]] = [self.whole, self.streamed, self.aborted, self.refused]
 
@@ -152,7 +151,7 @@ class Soak:
         await self.idle()
 
     async def idle(self) -> None:
-        """Wait until no request runs, disconnected ones included."""
+        """Wait until no request runs, not even one whose client has disconnected."""
         for _ in range(1500):
             busy = (await asyncio.to_thread(self.server.metrics))["num_requests_running"]
             if not busy:

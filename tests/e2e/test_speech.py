@@ -1,4 +1,5 @@
-"""A tiny Whisper behind a server: audio in chunks is transcribed as transformers transcribes each chunk."""
+"""Tests of a tiny Whisper behind a server: audio in chunks is transcribed as transformers transcribes each
+chunk."""
 
 from functools import partial
 from itertools import groupby

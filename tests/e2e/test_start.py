@@ -25,7 +25,7 @@ def only_line(server: ServeProcess, within_s: float = PATIENCE_S) -> str:
 
 
 def test_port_in_use_is_named(start: Start) -> None:
-    """Catches a start that loads a model first, or waits for the port to become free."""
+    """Catches a start that loads a model before it reports the port, or waits for the port to become free."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

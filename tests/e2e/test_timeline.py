@@ -1,4 +1,4 @@
-"""Request timelines over HTTP: the parts of a request's time add up, and the page shows them."""
+"""Tests of request timelines over HTTP: the parts of a request's time add up, and the page shows them."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +35,8 @@ def test_parts_of_the_timeline_add_up(server: ServeProcess) -> None:
 
 
 def test_step_shares_of_concurrent_requests(server: ServeProcess) -> None:
-    """Each request took a part of the shared steps: together no more than the elapsed time."""
+    """Each request is charged a part of the shared steps, and all parts together are no more than the elapsed
+    time."""
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda seed: ask(server, seed=seed, prompt=[seed] * 30), range(8)))
     timelines = [answer.json()["usage"]["timeline"] for answer in answers]

@@ -1,4 +1,4 @@
-"""Spans of requests, as a collector receives them."""
+"""Tests of the trace spans of requests, as a collector receives them."""
 
 import threading
 from collections.abc import Iterator

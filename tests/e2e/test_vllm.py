@@ -1,4 +1,4 @@
-"""Scripts that were written for vLLM run unchanged."""
+"""Tests that scripts which were written for vLLM run unchanged."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""A wheel that installs, generates and serves without the repository."""
+"""Tests that the wheel installs, generates and serves without the repository."""
 
 import subprocess
 import sys

@@ -1,6 +1,5 @@
-"""A vision family for tests: a tiny Llama behind a vision encoder of two linear layers over patches.
-
-Each vector of an image depends on all of its patches, so that a partial encoding changes the output."""
+"""A vision model family for tests: a tiny Llama behind a vision encoder of two linear layers over patches.
+Each embedding of an image depends on all of its patches, so that an incomplete image changes the output."""
 
 import hashlib
 import json
@@ -28,7 +27,7 @@ from quire.multimodal.processors import PROCESSORS
 
 ARCHITECTURE = "FakeForConditionalGeneration"
 PATCH, WIDTH, MOST = 6, 8, 24
-"""Size of a patch and of the layer between, and the number of patches of the largest image."""
+"""Size of a patch, size of the hidden layer, and number of patches of the largest image."""
 MARK = 2
 """Token of a patch."""
 
@@ -46,10 +45,10 @@ def read(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 class FakeTower(nn.Module):
-    """Vision encoder: up(patch) + down(gelu) + the mean of them all."""
+    """Vision encoder: the embedding of a patch is up(patch) + down(gelu) + the mean of all patches."""
 
     batches: list[int] = []
-    """Number of items of each call."""
+    """Number of items in each call of `encode`."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class FakeTower(nn.Module):
 
 
 class FakeProcessor:
-    """The part of a processor that the engine uses."""
+    """The parts of a processor that an engine uses."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Any) -> None:
         pass
@@ -97,7 +96,7 @@ def register(monkeypatch: Any) -> None:
 
 
 class Fake(NamedTuple):
-    """Checkpoint with its reference results."""
+    """A checkpoint of the family, with a reference implementation that computes its answers."""
 
     path: Path
     hf: Any
@@ -140,7 +139,7 @@ class Fake(NamedTuple):
 
 
 class ImagePrompt(NamedTuple):
-    """Prompt with images."""
+    """A prompt of tokens with images."""
 
     tokens: list[int]
     media: Media
@@ -170,7 +169,8 @@ def image(num_patches: int, seed: int) -> NDArray[np.float32]:
 
 
 def image_prompt(*parts: list[int] | NDArray[Any], split: bool = False) -> ImagePrompt:
-    """Concatenate texts and images. With `split` there is a token between the halves of each image."""
+    """Build a prompt of texts and images in this order. With `split`, a text token divides each image in two
+    halves."""
     tokens, items, images = list[int](), list[MediaItem](), list[NDArray[Any]]()
     for part in parts:
         if isinstance(part, list):

@@ -1,4 +1,4 @@
-"""A family for tests of inputs: a short processor over bytes as tokens, and files to send."""
+"""A model family for tests of inputs: a short processor, bytes as tokens, and files to send."""
 
 import base64
 import io
@@ -30,7 +30,8 @@ MARKS = {"image": "<i>", "video": "<v>", "audio": "<a>"}
 
 
 class FakeProcessor:
-    """Processor with one vector per square of 16 pixels, per frame, and per 100 samples."""
+    """Processor with one embedding per square of 16 pixels of an image, per video frame, or per 100 audio
+    samples."""
 
     modalities: tuple[str, ...] = ("image", "video", "audio")
 

@@ -1,4 +1,4 @@
-"""Items as vision encoders receive them."""
+"""Processed items in the form in which vision encoders get them."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ def finished(arrays: Arrays | None) -> dict[str, Tensor]:
 
 
 def patches(arrays: Arrays | None) -> Tensor:
-    """Return [steps, height, width, numbers of two frames of a patch]; a single frame is repeated."""
+    """Return patches as [steps, height, width, pixels of the frames of a patch]; a single frame is
+    repeated."""
     pixels = finished(arrays)["pixels"]
     return pixels.flatten(4).repeat(1, 1, 1, 1, 2 * pixels.shape[5] // pixels.shape[4]).flatten(3)

@@ -1,4 +1,4 @@
-"""Tiny audio models, with their transformers models."""
+"""Tiny audio models, saved to disk with their transformers models and processors."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,7 +136,7 @@ def save_whisper(path: Path, **settings: Any) -> tuple[Any, Any]:
 
 
 SPEECH = "endoftext startoftranscript en de translate transcribe startofprev nospeech notimestamps"
-"""Special tokens of a transcription model; timestamps follow."""
+"""Special tokens of a transcription model. The tokens after them are timestamps."""
 
 
 def save_scribe(path: Path, **settings: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""A server on this machine that sends images, and misbehaves in every way a server can."""
+"""A local HTTP server that sends images, and misbehaves in every way a server can."""
 
 import contextlib
 import socketserver

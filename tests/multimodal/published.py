@@ -1,4 +1,4 @@
-"""Vision models as published that transformers does not have, in plain torch."""
+"""Vision models in plain torch, as published, that transformers does not have."""
 
 import json
 from pathlib import Path
@@ -259,7 +259,7 @@ def step(config: dict[str, Any]) -> Any:
 
 
 class Step3Vision(torch.nn.Module):
-    """The vision encoder of Step3 as published, of size 32 with 2 heads, over patches of 7 pixels."""
+    """The vision encoder of Step3 as published, with size 32 and 2 heads, over patches of 7 pixels."""
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:

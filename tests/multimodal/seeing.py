@@ -25,8 +25,8 @@ from quire.text.tokenizer import load_tokenizer
 
 
 class Twin:
-    """Tiny checkpoint of a family, transformers' model and processor, and our processor and vision
-    encoder."""
+    """A tiny checkpoint of a vision family, with the model and processor of transformers, and our processor
+    and encoder."""
 
     def __init__(self, path: Path, family: str) -> None:
         self.path = path
@@ -47,7 +47,8 @@ class Twin:
         self.image_ids = {self.image_id, *getattr(media.tower, "mark_ids", ())}
         """Token ids that have embeddings."""
         self.least = 20 if media.family == "lighton_ocr" else 5
-        """Smallest side in pixels: with fewer, nothing may be left after resizing a long side."""
+        """Smallest side of images in pixels: if long images are resized, a shorter side may have no pixels
+        left."""
         if isinstance(self.processor, Stand):
             self.processor.ours = self.ours
 
@@ -62,11 +63,11 @@ class Twin:
         return torch.cat([item.reshape(-1, item.shape[-1]) for item in result])
 
     def inputs(self, text: str, images: list[Image.Image]) -> Any:
-        """Return the inputs that transformers makes of a prompt."""
+        """Return the inputs of the model that transformers' processor makes of a prompt and its images."""
         return self.processor(images=images, text=text, return_tensors="pt")
 
     def token_ids(self, text: str, images: list[Image.Image]) -> list[int]:
-        """Return the tokens of the same prompt in our implementation, after checking its items."""
+        """Return the tokens of the prompt with images in our implementation, after a check of its items."""
         processed = [self.ours.process("image", image, {}) for image in images]
         ready = [PreparedItem("image", b"%d" % i, entry) for i, entry in enumerate(processed)]
         if rewrites_text(self.ours):
@@ -196,7 +197,7 @@ def _mistral3() -> tuple[str, Any, Any, str]:
 
 
 def _lighton_ocr() -> tuple[str, Any, Any, str]:
-    """Build a model with sides of whole patches, and not of whole merged squares."""
+    """Build a model with images of whole patches per side, but not of whole squares of merged patches."""
     import transformers as hf
 
     parts, vision = _pixtral_parts(2)
@@ -261,7 +262,8 @@ def _llava_next(**kwargs: Any) -> tuple[str, Any, Any, str]:
 
 
 def _granite_vision() -> tuple[str, Any, Any, str]:
-    """Build a model with states of several layers, scaled embeddings, and images among them."""
+    """Build a model with the hidden states of several encoder layers, scaled embeddings, and images among
+    them."""
     import transformers as hf
 
     scales = {"embedding_multiplier": 5.0, "residual_multiplier": 0.5}
@@ -349,7 +351,7 @@ def _llama4() -> tuple[str, Any, Any, str]:
 
 
 class Llama4Stand(Stand):
-    """Inputs of the model, made from our pixels by an independent implementation."""
+    """Processor of Llama 4: an independent implementation that gets the pixels from our processor."""
 
     settings = {"max_patches": 4}
 

@@ -1,4 +1,5 @@
-"""Tiny Gemma 4: a small one with per-layer inputs, and one with bidirectional images."""
+"""Tiny models of Gemma 4: a small one with per-layer inputs, and one with bidirectional attention in
+images."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,11 @@ from PIL import Image
 from tiny_seeing import STRONG, Stand, make_tokenizer
 
 _MARKS = ["<|image|>", "<|image>", "<image|>"]
-"""Placeholder, and the tokens around it."""
+"""Placeholder token of images, and the tokens around it."""
 
 
 class Gemma4Stand(Stand):
-    """Image processor of transformers; its whole processor also needs one of videos."""
+    """The image processor of transformers, since the whole processor needs one for videos."""
 
     settings = {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70, "do_normalize": False}
 

@@ -1,4 +1,4 @@
-"""More vision families of transformers."""
+"""Tiny models of more vision families: PaliGemma and Ovis 2."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def _pali(text: Any) -> tuple[str, Any, Any, str]:
 
 
 class OvisStand(Stand):
-    """Processor of transformers, with markers that also have embeddings."""
+    """Processor of transformers for Ovis 2, in which markers have embeddings, too."""
 
     settings = {"size": {"height": 28, "width": 28}, "crop_to_patches": True, "max_patches": 5}
 

@@ -1,4 +1,4 @@
-"""Tiny models of MiniCPM-V and stands for their processors."""
+"""Tiny models of MiniCPM-V, and replacements for processors of transformers."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ from tiny_seeing import TEXT, VISION, Stand, make_tokenizer
 
 
 class MiniCPMStand(Stand):
-    """Processor of transformers, without the part for videos."""
+    """Processor of transformers for MiniCPM-V 4.6, without its part for videos."""
 
     settings = {"scale_resolution": 56, "patch_size": 7, "max_slice_nums": 4, "image_mean": [0.5, 0.4, 0.3]}
     place = "<|image_pad|>"
     unit = 4
-    """Patches per side that are merged into one vector."""
+    """Number of patches per side that are merged into one embedding."""
 
     def __init__(self, tokenizer: Any) -> None:
         from transformers.models.minicpmv4_6 import image_processing_pil_minicpmv4_6 as pil
@@ -75,7 +75,8 @@ def _minicpm_v46() -> tuple[str, Any, Any, str]:
 
 
 class OlderMiniCPMStand(MiniCPMStand):
-    """Sides are whole patches; each square has as many vectors as there are queries."""
+    """Processor of MiniCPM-V 2.6 to 4.5: sides are whole patches; each square has as many embeddings as the
+    resampler has queries."""
 
     settings = {
         "scale_resolution": 56,
@@ -137,7 +138,8 @@ class OlderMiniCPMStand(MiniCPMStand):
 
 
 class MiniCPM25Stand(OlderMiniCPMStand):
-    """Images have no numbers, and slices are images within one pair of slice tokens."""
+    """Processor of MiniCPM-V 2.5: images have no numbers, and all slices are within one pair of slice
+    tokens."""
 
     settings = {name: item for name, item in OlderMiniCPMStand.settings.items() if name != "use_image_id"}
 

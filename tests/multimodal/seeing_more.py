@@ -39,7 +39,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _single(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split the experts into single tensors."""
+    """Split the weights of the experts into single tensors."""
     out = {}
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".experts.")
@@ -54,7 +54,8 @@ def _single(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class KimiStand(Stand):
-    """Images of at most 64 patches, 16 per side, resized by Pillow, then padded with zeros."""
+    """Processor of Kimi: images of at most 64 patches, 16 per side, resized by Pillow, then padded with
+    zeros."""
 
     settings = {
         "media_proc_cfg": {
@@ -78,7 +79,7 @@ class KimiStand(Stand):
         "mm_projector.in_proj": "mm_projector.proj.0",
         "mm_projector.out_proj": "mm_projector.proj.2",
     }
-    """Names of the parts in transformers and in Moonshot's checkpoints."""
+    """Names of the submodules in transformers and in Moonshot's checkpoints."""
 
     def rewrite(self, path: Path, model: Any) -> None:
         tensors = {
@@ -138,7 +139,7 @@ def _kimi_k25() -> tuple[str, Any, Any, str]:
 
 
 class DotsStand(Stand):
-    """Qwen2-VL's processor, with patches of one frame."""
+    """Processor of dots.ocr: that of Qwen2-VL, with one frame per patch."""
 
     settings = {"patch_size": 7, "temporal_patch_size": 1, "min_pixels": 784, "max_pixels": 6000}
 
@@ -187,7 +188,7 @@ def _dots_ocr() -> tuple[Any, Any, Any, str]:
 
 
 class StepStand(Stand):
-    """Squares of 56 pixels, windows of 42, images of at most 100 per side."""
+    """Processor of Step3: squares of 56 pixels, windows of 42, images of at most 100 pixels per side."""
 
     settings = {"patch_size": 42, "max_image_size": 100}
 
@@ -198,7 +199,7 @@ class StepStand(Stand):
         return arrays | ({"windows": np.stack([self.sized(item, 42) for item in rows])} if rows else {})
 
     def sized(self, image: Image.Image, side: int) -> NDArray[Any]:
-        """Resize as torchvision does with tensors: after all else."""
+        """Resize tensors as torchvision does, after normalization."""
         mean, std = (torch.tensor(item).double()[:, None, None] for item in (_CLIP_MEAN, _CLIP_STD))
         numbers = torch.from_numpy(np.array(image)).permute(2, 0, 1).double() / 255
         normal = ((numbers - mean) / std)[None]
@@ -206,7 +207,7 @@ class StepStand(Stand):
         return torch.nn.functional.interpolate(normal, **size)[0].float().numpy()
 
     def cut(self, image: Image.Image) -> tuple[list[list[Image.Image]], Image.Image]:
-        """Return rows of windows, and the whole image."""
+        """Return the rows of windows, and the whole image."""
         width, height = image.size
         if min(image.size) < 32 and (width / height > 4 or width / height < 1 / 4):
             square = Image.new("RGB", (max(image.size), max(image.size)), 0)
@@ -256,7 +257,7 @@ class StepStand(Stand):
 
 
 class Step37Stand(StepStand):
-    """Inputs for a model that takes windows and whole images separately."""
+    """Processor of Step-3.7, whose model takes windows and whole images separately."""
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
         inputs = dict(super().__call__(images, text, return_tensors))
@@ -301,7 +302,7 @@ def _step_vl() -> tuple[Any, Any, Any, str]:
 
 
 def _step3() -> tuple[Any, Any, Any, str]:
-    """The first version: other weights, the same windows and placeholders."""
+    """Build the first Step3, which has other weights but the same windows and placeholders."""
     _, config, stand, mark = _step_vl()
     text = {
         "model_type": "step3_text",
@@ -351,7 +352,7 @@ def _step37() -> tuple[Any, Any, Any, str]:
     vision_settings = {key: config[key] for key in ("image_token_id", "projector_bias", "vision_config")}
 
     def make(config: Any) -> Any:
-        """Rotate the patches by their column first: see `test_published.py`."""
+        """Build a model that rotates patches by their column first: see `test_published.py`."""
         model = hf.Step3p7ForConditionalGeneration(config)
         rotary = model.model.vision_model.rotary_emb
         turns = rotary.recomposition_frequencies

@@ -14,7 +14,8 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 
 class Cohere2VisionStand(Stand):
-    """Tiles of 28 pixels, four at most, in the grid for which an image is resized the least."""
+    """Processor of Command A Vision: at most four tiles of 28 pixels, in the grid for which an image is
+    resized the least."""
 
     settings = {"size": {"height": 28, "width": 28}, "max_patches": 4, "crop_to_patches": True}
 
@@ -61,7 +62,7 @@ def _cohere2_vision() -> tuple[str, Any, Any, str]:
 
 
 class PaddleStand(Stand):
-    """Processor of transformers, with patches row by row instead of square by square."""
+    """Processor of transformers for PaddleOCR-VL, with patches row by row instead of square by square."""
 
     settings = {"patch_size": 7, "size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
 
@@ -108,7 +109,8 @@ def _paddleocr_vl() -> tuple[str, Any, Any, str]:
 
 
 class Lfm2Stand(Stand):
-    """Sizes, grids and texts of transformers, with images resized by Pillow instead of torchvision."""
+    """Processor of LFM2-VL: sizes, grids and texts of transformers, with images resized by Pillow instead of
+    torchvision."""
 
     settings = {
         "encoder_patch_size": 7,

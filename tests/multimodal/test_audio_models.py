@@ -29,7 +29,7 @@ LENGTHS = (321, 480, 481, 5000, 12345, 31840, 31841, SECONDS * RATE, SECONDS * R
 
 
 class Twin:
-    """Checkpoint with transformers' model and processor, and our processor."""
+    """A tiny checkpoint, with transformers' model and processor, and our processor."""
 
     def __init__(self, path: Path, save: Callable[[Path], tuple[Any, Any]]) -> None:
         self.path = path
@@ -68,8 +68,8 @@ def test_mel_features_equal_transformers(mels: int) -> None:
 
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 44101, 48000, 96000, 767999])
 def test_resampling_keeps_a_tone(rate: int) -> None:
-    """Tones up to nine tenths of both Nyquist frequencies are kept; higher ones are removed. Odd rates are
-    off by millionths."""
+    """Tones up to 0.9 of both Nyquist frequencies are kept; higher ones are removed. Tones at odd sample
+    rates are off by millionths."""
     within = 0.03 if rate in (44101, 767999) else 2e-5
 
     def tone(hertz: float, rate: int, count: int) -> np.ndarray[Any, Any]:
@@ -109,8 +109,8 @@ def test_placeholders_and_features_equal_transformers(twin: Twin) -> None:
 
 @torch.no_grad()
 def test_audio_embeddings_equal_transformers(twin: Twin) -> None:
-    """All lengths are in one batch. Catches a missing layer, attention to padding, and a wrong convolution
-    border."""
+    """Audio of all lengths is in one batch. Catches a missing layer, attention to padding, a wrong
+    convolution border."""
     sounds = [sound(count, seed) for seed, count in enumerate(LENGTHS)]
     inputs = twin.inputs(MARK * len(sounds), sounds)
     parts = twin.model.model
@@ -150,7 +150,7 @@ def llm(twin: Twin) -> LLM:
 
 
 def test_answers_about_audio_equal_transformers(twin: Twin, llm: LLM) -> None:
-    """Covers one audio item, several with text between, none; in chunks that end within them; then again
+    """Covers one audio item, several with text between, and none: in chunks that end within audio, then again
     with the prefix cache. One item has another sample rate."""
     contents = [
         (f"what is {MARK} this", [sound(LENGTHS[-1], 1)]),
@@ -182,7 +182,8 @@ def part(samples: np.ndarray[Any, Any], rate: int, kind: int = 1) -> dict[str, A
 
 
 def test_audio_in_a_conversation(twin: Twin, llm: LLM) -> None:
-    """Other encodings give the same answer; invalid audio is refused, and the next request is answered."""
+    """Audio in other encodings gives the same answer; invalid audio is refused, and the next request is
+    answered."""
     samples = (noise(9000) * 30000).astype(np.int16)
     url = data_url(wav(samples[:, None], RATE), "audio/wav")
     same = [
@@ -214,8 +215,8 @@ def test_audio_in_a_conversation(twin: Twin, llm: LLM) -> None:
 
 @torch.inference_mode()
 def test_long_audio_is_split_into_windows(tmp_path: Path) -> None:
-    """Covers Audio Flamingo: less than a window, several, one with a last window that is too short, and one
-    that is truncated."""
+    """Covers audio for Audio Flamingo: less than a window, several windows, a last window that is too short,
+    and truncation."""
     twin = Twin(tmp_path, save_flamingo)
     sounds = [sound(count, seed) for seed, count in enumerate((900, 80000, 64100, 200000))]
     inputs = [
@@ -255,8 +256,8 @@ def test_overlapping_windows_equal_a_direct_convolution(step: int, num_taps: int
 
 @torch.inference_mode()
 def test_voxtral_pads_to_whole_windows(tmp_path: Path) -> None:
-    """Covers a part of a window, exactly one, several with padding, in one batch; answers about one, about
-    several with text between, and again with the prefix cache."""
+    """Covers a part of a window, exactly one, and several with padding, in one batch. Answers are about one
+    audio item, several with text between, and one from the prefix cache."""
     from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 
     twin = Twin(tmp_path, save_voxtral)

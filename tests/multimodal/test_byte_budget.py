@@ -1,4 +1,4 @@
-"""Tests of the byte budget of media in flight: waiting for room, and the limit of a request."""
+"""Tests of the byte budget of media: waiting for free bytes, and the limit of a request."""
 
 import asyncio
 from typing import Any
@@ -70,7 +70,8 @@ def _message(*parts: Any) -> list[dict[str, Any]]:
 
 
 def test_many_requests_wait_for_room_and_all_are_served() -> None:
-    """Each may use the whole budget; none fails, though they wait longer than the timeout of an item."""
+    """Each request may use the whole budget. None fails, though they wait longer than the timeout of an
+    item."""
     env = {"media_max_mb": len(IMAGE) * 1.5 / 2**20, "image_fetch_timeout": 60.0}
     reader = media(env=env, allowed_media_domains=("127.0.0.1",), mm_processor_cache_gb=0)
 

@@ -1,4 +1,5 @@
-"""Tests of the processor caches: found by key, bounded, and evicted in the same order on both sides."""
+"""Tests of the processor caches: items are found by key, bytes are bounded, API process and core evict in the
+same order."""
 
 import logging
 import os
@@ -44,7 +45,7 @@ def image_of(number: int) -> dict[str, Any]:
 
 
 def seen_by(reader: MediaInputReader) -> int:
-    """Return the number of processed items."""
+    """Return the number of items that the processor has processed."""
     processor = reader._media_processor.processor  # type: ignore[union-attr]
     assert isinstance(processor, FakeProcessor)
     return len(processor.seen)
@@ -90,7 +91,7 @@ def shared_memory() -> Iterator[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 def test_item_of_one_api_process_is_found_by_another(shared_memory: str) -> None:
-    """Two readers with their own mappings stand for two processes."""
+    """Two caches with their own memory mappings stand for two API processes."""
     counted: list[tuple[int, int]] = []
     readers = [media(processor_cache=SharedProcessorCache(SharedCache(shared_memory))) for _ in range(2)]
     for reader in readers:
@@ -159,7 +160,8 @@ def test_cache_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("max_bytes", "hits"), [(1 << 20, 2), (0, 0)])
 def test_repeated_image_in_a_prompt_is_processed_once(max_bytes: int, hits: int) -> None:
-    """Whether it is cached or not; each occurrence is looked up by itself."""
+    """With and without a cache, a repeated image is processed once; each occurrence is looked up by
+    itself."""
     counted: list[tuple[int, int]] = []
     processor_cache = ProcessorCache(max_bytes)
     processor_cache.count = lambda queries, entry: counted.append((queries, entry))
@@ -198,7 +200,7 @@ def test_nothing_is_cached_without_room(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_lru_is_bounded() -> None:
-    """The oldest entries are evicted first, and bytes are counted correctly."""
+    """The oldest entries of a cache are evicted first, and their bytes are counted correctly."""
     random, kept = np.random.default_rng(0), Lru[int](10_000)
     expected: dict[bytes, int] = {}
     for number in range(10_000):
@@ -224,8 +226,9 @@ def test_lru_is_bounded() -> None:
 
 
 def test_both_sides_keep_the_same_items() -> None:
-    """Random items come in random requests, some of them twice, and the receiver is cleared now and then. No
-    cached item is sent again, and an item that was not sent is cached or requested again."""
+    """Random items come in random requests, some of them twice, and the receiver's cache is cleared at times.
+    No item that the receiver has is sent again; an item that was not sent is cached there or requested
+    again."""
     random = np.random.default_rng(0)
     processor_cache, receiver_cache = ProcessorCache(20_000, replicated=True), ReceiverCache(20_000)
     arrays = {

@@ -1,4 +1,4 @@
-"""Tests of decoding: files become images, videos and audio, or one clear error."""
+"""Tests of decoding: a file becomes an image, a video or audio, or is refused with one clear error."""
 
 import contextlib
 import io
@@ -39,7 +39,7 @@ def sound(data: bytes) -> Audio:
 
 
 def moving(count: int, form: str, size: tuple[int, int] = (12, 8)) -> bytes:
-    """Return an animation with frames of one grey each, lighter from frame to frame."""
+    """Return an animated image: each frame has one grey value, and is lighter than the frame before."""
     frames = [Image.new("L", size, 10 * index) for index in range(count)]
     options = {"lossless": True} if form == "WEBP" else {}
     return file_of(frames[0], form, save_all=True, append_images=frames[1:], duration=40, **options)
@@ -84,7 +84,7 @@ def test_first_frame_of_an_animated_image_is_used() -> None:
 
 
 def gif(width: int, height: int, frames: int = 1, comment: int = 0) -> bytes:
-    """Return a tiny file with a header that claims this size."""
+    """Return a tiny GIF file with a header that states this size."""
     head = b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6)
     note = b"\x21\xfe" + b"\x01x" * comment + b"\0"
     frame = b"\x2c" + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x02\x44\x01\0"

@@ -1,5 +1,5 @@
-"""Tests of images through the whole engine: answers equal the decoder's with the embeddings in their
-places."""
+"""Tests of images in whole engines: answers equal those of the decoder with embeddings in place of the
+images."""
 
 import itertools
 import logging
@@ -106,8 +106,8 @@ def check(fake: Fake, prompts: list[ImagePrompt], outputs: list[RequestOutput]) 
 
 @pytest.mark.parametrize("chunk", [64, 7, 16])
 def test_images_give_the_answer_of_their_embeddings(fake: Fake, chunk: int) -> None:
-    """Covers one and several images, mixed with text, with chunks ending anywhere; together and alone.
-    Chunks are smaller than some images, so that one image spans several, and not all fit into the encoder
+    """Covers one and several images between texts, together and alone, with chunks that end anywhere. Chunks
+    are smaller than some images, so that one image spans several, and not all images fit into the encoder
     cache."""
     llm = open_fake(fake, max_num_batched_tokens=chunk)
     llm.llm_engine.core.scheduler.media.size = max(chunk, len(DOG))
@@ -141,7 +141,8 @@ def test_preemption_in_the_middle_of_an_image(fake: Fake, sharing: bool) -> None
 
 
 def test_bidirectional_image_tokens(tmp_path: Path) -> None:
-    """Covers one step and several, beside text and decodes, the prefix cache, and recomputation."""
+    """Covers a prompt in one step and in several, next to texts and decodes, the prefix cache, and
+    recomputation."""
     whole = make_fake(tmp_path, whole=True)
     llm = open_fake(whole, max_num_batched_tokens=17)
     check(whole, PROMPTS, run(llm, PROMPTS, preempt=(2, 4)))
@@ -210,7 +211,7 @@ def test_pooling_model_with_images(fake: Fake) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_speculative_decoding_after_images(fake: Fake, method: str) -> None:
-    """Drafts may be the placeholder tokens of an image."""
+    """Draft tokens may be the placeholder tokens of an image."""
     spec = {"method": method, "num_speculative_tokens": 3}
     llm = open_fake(fake, speculative_config=spec, max_num_batched_tokens=24)
     for _ in range(2):
@@ -218,7 +219,7 @@ def test_speculative_decoding_after_images(fake: Fake, method: str) -> None:
 
 
 def test_steps_in_flight_on_a_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Embeddings are dropped and computed after steps with unknown results."""
+    """Embeddings are evicted and computed again while the results of earlier steps are unknown."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> OnCPU:
         return OnCPU(model, all_rows, lambda logits, *item: logits.argmax(-1), device, *drafts)
@@ -233,8 +234,8 @@ def test_steps_in_flight_on_a_device(fake: Fake, monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_requests_with_invalid_media_fail(fake: Fake) -> None:
-    """Several are in one step and each is retried alone: too large values, a wrong number of vectors,
-    missing data."""
+    """Several invalid requests are in one step, and each is retried alone: too large values, a wrong number
+    of embeddings, missing data."""
     llm = open_fake(fake)
     bad, short = (
         image_prompt(TEXTS[1], np.full_like(CAT, 1e9), TEXTS[0]),

@@ -99,7 +99,7 @@ def test_non_public_addresses_are_refused_unless_allowed(host: str) -> None:
 def test_name_is_resolved_once_and_all_its_addresses_are_checked(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name that resolves differently the next time leads to no other address (DNS rebinding)."""
+    """A name that resolves to another address the next time (DNS rebinding) leads to no other address."""
     port, hosts = server.server_address[1], []
 
     def resolve(host: str, *_: Any, **__: Any) -> list[Any]:

@@ -98,7 +98,7 @@ class Twin:
         return finished(self.ours.process("audio", sound(count), {}).arrays)["mel"]
 
     def vectors(self, count: int) -> torch.Tensor:
-        """Return the embeddings of padded audio, and that of the end."""
+        """Return transformers' embeddings of padded audio and of the end token."""
         heard = self.features(sound(count).samples, return_tensors="pt")
         states = self.tower(heard["input_features"], ~heard["input_features_mask"]).last_hidden_state
         projected = self.embed(inputs_embeds=states)[0]
@@ -137,7 +137,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 
 def test_mel_frames_and_placeholders_equal_transformers(twin: Twin) -> None:
-    """Catches another window, another filter, a frame too many, and newlines that are not merged."""
+    """Catches a wrong window or filter, a frame too many, and newlines that are not merged."""
     for count in LENGTHS:
         expected = twin.features(sound(count).samples, return_tensors="np")["input_features"][0]
         np.testing.assert_allclose(twin.mel(count).numpy(), expected, atol=1e-5)
@@ -167,8 +167,8 @@ def test_audio_embeddings_equal_transformers(twin: Twin) -> None:
 
 
 def test_answers_about_audio_equal_transformers(twin: Twin) -> None:
-    """Covers one audio item, several, none; all at once, in chunks that end within audio; again with the
-    prefix cache; then with preemptions."""
+    """Covers one audio item, several, and none: at once, in chunks that end within audio, with the prefix
+    cache, and with preemptions."""
     expected = [twin.generate_reference(*content) for content in CONTENTS]
     requests: list[Any] = [
         {"prompt": text, "multi_modal_data": {"audio": [sound(count) for count in counts]}}

@@ -1,4 +1,4 @@
-"""Tests of media in prompts and conversations: parsed, limited, placed."""
+"""Tests of media in prompts and conversations: parsing, limits, and placeholder positions."""
 
 import io
 import math
@@ -161,8 +161,8 @@ def test_token_prompts_may_have_expanded_placeholders() -> None:
 
 
 def test_placeholder_search_is_aligned_and_linear() -> None:
-    """Tokens with bytes that hold the placeholder at a wrong offset; and tokens that begin like it
-    everywhere."""
+    """Covers tokens that have the placeholder's bytes at a wrong offset, and tokens that begin like the
+    placeholder everywhere."""
     whole = PreparedItem("image", b"", ProcessedItem([1, 1]))
     ready = replace(whole, processed=ProcessedItem([256, 256]))
     assert _find_spans([1, 1, 1, 7], [ready]) is None and offsets([1, 256, 256], [ready]) == [(1, 2)]
@@ -177,7 +177,7 @@ def offsets(token_ids: list[int], prepared: list[PreparedItem], *more: Any) -> l
 
 
 def test_placeholders_with_merged_edge_tokens_are_found() -> None:
-    """Tokens up to 9 are runs of newlines, as in Gemma: two surround an image."""
+    """Tokens up to 9 are runs of newlines, as in Gemma; two of them surround an image."""
 
     def joined(before: int, after: int) -> int | None:
         return before + after if before < 10 > after and before + after < 10 else None
@@ -267,14 +267,14 @@ def test_placeholders_count_toward_the_prompt_length() -> None:
 
 
 def test_media_beyond_the_context_are_not_processed() -> None:
-    """Each of many small files may take megabytes: the rest is not even decoded."""
+    """Each of many small files may take megabytes: those beyond the context are not even decoded."""
     reader = media({"image": 99}, max_tokens=40)
     with pytest.raises(RequestError, match=r"content\[\d+\]: the media of the prompt have at least"):
         chat_prompt(inputs(reader, max_model_len=4096), turn(*[image_part()] * 9 * 8), chat_template=PARTS)
 
 
 class PerPixelProcessor(FakeProcessor):
-    """Processor with one vector per pixel of a video."""
+    """Processor with one embedding per pixel of a video."""
 
     def num_vectors(self, video: Video, arguments: Any) -> int:
         return math.prod(video.frames.shape[:3])

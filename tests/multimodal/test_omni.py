@@ -25,7 +25,7 @@ from quire.parallel.world import World
 
 COUNT = 5
 LENGTHS = [481, 1600, 4800, 9600, 9601, 16123, 31990, 32000]
-"""Numbers of samples, from the fewest that give a vector to the maximum."""
+"""Numbers of audio samples, from the fewest that have an embedding to the maximum."""
 FRAMES = np.random.default_rng(3).integers(0, 256, (6, 24, 32, 3), np.uint8)
 PIXELS = torch.randn(1, 4, 6, 96, generator=torch.Generator().manual_seed(0))
 CONTENTS = [
@@ -45,7 +45,7 @@ def omni(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_mel_frames_and_placeholders_equal_transformers(omni: Omni) -> None:
-    """Catches missing padding, a frame too many, a vector too few; placeholders come in any order."""
+    """Catches missing padding, a frame too many, an embedding too few. Placeholders are in any order."""
     for count in LENGTHS:
         features, mask = omni.audio_features(Content("", sounds=[count]))
         actual = omni.mel(count)
@@ -69,7 +69,7 @@ def test_mel_frames_and_placeholders_equal_transformers(omni: Omni) -> None:
 
 @torch.inference_mode()
 def test_embeddings_equal_transformers(omni: Omni) -> None:
-    """Catches chunks that attend to each other, a state too many, and items mixed up in a batch."""
+    """Catches attention between chunks, an embedding too many, and items that are mixed up in a batch."""
     checkpoint, tower = read_checkpoint(omni.path), load_tower(omni.path)
     reference = []
     for count in LENGTHS:
@@ -92,8 +92,8 @@ def test_embeddings_equal_transformers(omni: Omni) -> None:
 
 
 def test_answers_equal_transformers(omni: Omni) -> None:
-    """Covers an image, audio around one, a video and both, none; all at once, in chunks that end within
-    items; then again with the prefix cache; then with preemptions."""
+    """Covers an image, audio around an image, a video and both, and none: at once, in chunks that end within
+    items, with the prefix cache, and with preemptions."""
     llm = open_llm(omni.path, max_num_batched_tokens=24, max_logprobs=-1)
     expected = [generate_reference(omni.model, omni.inputs(content), COUNT) for content in CONTENTS]
     outputs = check_answers(llm, [content.request for content in CONTENTS], expected, at=(1, 3, 6))
@@ -112,7 +112,7 @@ def test_placeholders_are_those_of_the_template(omni: Omni) -> None:
 
 @torch.inference_mode()
 def test_published_checkpoint_is_loaded(omni: Omni, tmp_path: Path) -> None:
-    """The thinker is one of several parts, with other names."""
+    """In a published checkpoint, the thinker is one of several parts, and its weights have other names."""
     tensors, config = dict[str, torch.Tensor](), json.loads((omni.path / "config.json").read_text())
     for name, tensor in load_file(omni.path / "model.safetensors").items():
         bare = name.removeprefix("thinker.").replace("model.language_model.", "model.")
@@ -135,7 +135,7 @@ def test_published_checkpoint_is_loaded(omni: Omni, tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_encoders_equal_one_device(omni: Omni) -> None:
-    """A decoder is also loaded without them."""
+    """The decoder is also loaded without its encoders."""
     inputs = {"audio": [{"mel": omni.mel(count)} for count in LENGTHS[-2:]], "image": [{"pixels": PIXELS}]}
     worlds = tp_worlds(2)
     towers = [load_tower(omni.path, world=world) for world in worlds]

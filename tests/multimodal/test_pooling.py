@@ -80,7 +80,8 @@ def twin_of(family: str, base: Path) -> tuple[Path, Any, list[Any], list[Any]]:
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "gemma3", "llava"])
 def test_embeddings_equal_transformers(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Covers texts and images in one batch, in chunks; then from the prefix cache; token embeddings, too."""
+    """Covers texts and images in one batch, in chunks, and from the prefix cache, and embeddings of single
+    tokens."""
     path, model, contents, inputs = twin_of(family, tmp_path_factory.getbasetemp())
     expected = [states(model, item) for item in inputs]
     llm = LLM(str(path), runner="pooling", max_num_batched_tokens=32, use_tqdm_on_load=False, **SETTINGS)
@@ -96,7 +97,7 @@ def test_embeddings_equal_transformers(family: str, tmp_path_factory: pytest.Tem
 
 
 def test_audio_is_embedded(tmp_path: Path) -> None:
-    """Audio is beside texts; Whisper, without audio tokens, does not pool."""
+    """Audio is in a batch with texts. Whisper, which has no audio tokens, cannot pool."""
     twin = Hearing(tmp_path / "hears", save_qwen_audio)
     contents = [("what is " + MARK, [sound(5000)]), (f"{MARK}or{MARK}?", [sound(9000, 1), sound(700, 2)])]
     prompts = [
@@ -114,7 +115,7 @@ def test_audio_is_embedded(tmp_path: Path) -> None:
 
 
 def test_mean_pooling_includes_images(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The prefix cache must not skip any token."""
+    """Mean pooling needs every token, so the prefix cache must not skip any."""
     twin = Qwen("Qwen2VL", tmp_path_factory.getbasetemp())
     llm = open_llm(
         twin.path, runner="pooling", pooler_config={"pooling_type": "MEAN"}, max_num_batched_tokens=24
@@ -177,7 +178,7 @@ TEXT = {"type": "text", "text": "who is"}
 
 
 def test_reranking_of_images(qwen3: tuple[Qwen, Path]) -> None:
-    """Covers query and document in one prompt, concatenated and by a template; offline and over HTTP."""
+    """Covers a query and an image in one prompt, joined directly and by a template, offline and over HTTP."""
     twin, path = qwen3
     llm = open_llm(path, hf_overrides=RERANKER)
     query, documents = "who is", [{"content": [part(WIDE)]}, "this", {"content": [TEXT, part(SMALL)]}]
@@ -217,7 +218,7 @@ def test_reranking_of_images(qwen3: tuple[Qwen, Path]) -> None:
 
 
 def test_http_embeddings_equal_transformers(qwen3: tuple[Qwen, Path]) -> None:
-    """Covers conversations, Cohere's inputs and images; a broken one is refused, while others are
+    """Covers conversations, Cohere's inputs, and images. A broken image is refused while other requests are
     answered."""
     twin, path = qwen3
 

@@ -1,4 +1,4 @@
-"""Tests of repeated items: identified by their text, not decoded again, and never confused."""
+"""Tests of repeated items: they are identified by their text, not decoded again, and never confused."""
 
 import asyncio
 import base64
@@ -56,7 +56,7 @@ def test_same_text_is_decoded_once(decoded: list[int]) -> None:
 
 
 def test_other_reading_options_give_another_item(decoded: list[int]) -> None:
-    """The text is the same but the options differ: all are decoded, and only some are the same item."""
+    """Equal texts with different options are all decoded; only some of them give the same item."""
     reader = caching_reader()
     (plain,) = keys(reader, image())
     (other,) = keys(reader, image(data_url(file_of(picture(32, 32, seed=1)))))
@@ -117,7 +117,7 @@ def test_unreadable_text_is_refused_each_time(decoded: list[int]) -> None:
 
 
 def test_refused_item_leaves_no_garbage() -> None:
-    """Check that its file and decoded data are freed without the garbage collector."""
+    """Check that the file and the decoded data of a refused item are freed without the garbage collector."""
     reader, torn = caching_reader(), data_url(file_of(picture(64, 64))[:500])
 
     async def one(url: str) -> None:
@@ -144,7 +144,7 @@ def test_refused_item_leaves_no_garbage() -> None:
 
 
 def test_item_lost_by_the_core_is_decoded_again(decoded: list[int]) -> None:
-    """A cached item has no bytes at hand."""
+    """The cached item has no arrays, so its text must be decoded again."""
     reader = media(processor_cache=ProcessorCache(1 << 20, replicated=True))
 
     async def go() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the plain vision encoder of Step3-VL, the reference of ours, against that of Step-3.7 in
+"""Tests of the reference implementation of Step3-VL's vision encoder against that of Step-3.7 in
 transformers."""
 
 import pytest
@@ -22,7 +22,8 @@ NAMES = {
 
 
 def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename as transformers: separate query, key and value, and rotary halves instead of adjacent pairs."""
+    """Rename weights as in transformers: separate query, key and value, and rotary halves instead of adjacent
+    pairs."""
     out = {}
     for name, tensor in tensors.items():
         for old, new in NAMES.items():

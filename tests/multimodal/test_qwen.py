@@ -34,7 +34,8 @@ Content = tuple[str, list[Image.Image], list[Any]]
 
 
 def prompts(is_glm: bool) -> list[Content]:
-    """Return texts with their images and videos; transformers' GLM takes no video beside an image."""
+    """Return texts with their images and videos. transformers' GLM does not accept a video together with an
+    image."""
     film = WATCHES[is_glm]
     return [
         (f"what is {IMAGE_TOKENS} this", [LARGE], []),
@@ -118,8 +119,8 @@ def generate(llm: LLM, contents: list[Content]) -> list[Any]:
 def test_answers_about_media_equal_transformers(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Covers one image, several of mixed sizes with text between, a video, none; all at once, in chunks that
-    end within items; then again with the prefix cache."""
+    """Covers one image, several of mixed sizes with text between, a video, and none: at once, in chunks that
+    end within items, and with the prefix cache."""
     twin = Twin(family, tmp_path_factory.getbasetemp())
     contents = prompts(family.startswith("Glm"))
     states = {"mamba_block_size": 4} if family == "Qwen3_5" else {}
@@ -137,8 +138,8 @@ def test_answers_about_media_equal_transformers(
 def test_images_are_cached_by_content_and_options(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Another image of the same size is no hit, nor is one with other options; embeddings in its place and
-    preemptions change nothing."""
+    """Neither another image of the same size nor the same image with other options is a cache hit. Embeddings
+    in place of the image, and preemptions, change nothing."""
     twin = Twin("Qwen2_5_VL", tmp_path_factory.getbasetemp())
     llm = open_llm(twin.path, enable_mm_embeds=True, max_logprobs=-1)
     begin = "a beginning that both share: "

@@ -18,11 +18,11 @@ from quire.errors import ConfigError, RequestError
 from quire.multimodal.processors import Audio
 
 LENGTHS = (1, 700, 8000, 12345, 16000, 16001, 70000, 5 * RATE + 777)
-"""Numbers of samples: padded to half a second, of less than a chunk, of several windows."""
+"""Numbers of audio samples: padded to half a second, of less than a chunk, of several windows."""
 
 
 class Recording(Twin):
-    """Transformers' processor takes one audio clip for each text."""
+    """Transformers' processor, which accepts one audio clip for each text."""
 
     def inputs(self, text: str, sounds: list[Audio]) -> Any:
         if not sounds:
@@ -70,7 +70,7 @@ def requests_of(contents: list[tuple[str, list[Audio]]]) -> list[Any]:
 
 
 def test_answers_equal_transformers(twin: Recording) -> None:
-    """Covers chunks that end within the audio, then the prefix cache."""
+    """Covers prompts in chunks that end within the audio, and the prefix cache."""
     contents = [
         (f"what is {MARK} this", [sound(70000, 1)]),
         ("nothing to hear here, only words", []),

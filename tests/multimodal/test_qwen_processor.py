@@ -45,7 +45,8 @@ def pixels_of(processed: ProcessedItem) -> Any:
 
 @pytest.mark.parametrize("family", CASES)
 def test_pixels_and_grid_equal_transformers(family: str, base: Path, tmp_path: Path) -> None:
-    """Covers 50 sizes: too few pixels, too many, long and narrow, smaller than a patch."""
+    """Covers images of 50 sizes: with too few pixels, with too many, long and narrow, smaller than a
+    patch."""
     import transformers
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(CASES[family]))
@@ -115,7 +116,7 @@ def test_user_embeddings_are_checked(base: Path) -> None:
 
 
 def test_video_frames_are_paired(base: Path) -> None:
-    """The layout is that of transformers, with a processor that needs torchvision; an odd last frame is
+    """The layout of frames is that of transformers, whose processor needs torchvision; an odd last frame is
     repeated."""
     frames = np.random.default_rng(1).integers(0, 256, (5, 16, 24, 3), np.uint8)
     got = processor_of("Qwen2VL", base).process("video", Video(frames), {})

@@ -67,7 +67,7 @@ def test_padded_mlp_gives_the_same_embeddings(
 
 
 class OnDevice(TorchDispatchMode):
-    """Mode that refuses operations that copy from the host or wait for the device."""
+    """Torch mode that refuses operations that copy from the host or wait for the device."""
 
     REFUSED = {"lift_fresh", "_local_scalar_dense", "nonzero", "is_nonzero"}
 
@@ -125,7 +125,7 @@ def test_blank_items_have_about_the_requested_size(base: Path) -> None:
 
 
 def test_older_names_are_loaded_and_missing_ones_reported(base: Path, tmp_path: Path) -> None:
-    """Older Qwen2-VL checkpoints have only `visual.` as prefix."""
+    """Weights of older Qwen2-VL checkpoints have only `visual.` as prefix."""
     path, _ = made("Qwen2VL", base)
     tensors = load_file(path / "model.safetensors")
     first = {name.replace("model.visual.", "visual."): tensor for name, tensor in tensors.items()}
@@ -142,7 +142,8 @@ def test_older_names_are_loaded_and_missing_ones_reported(base: Path, tmp_path: 
 
 @torch.inference_mode()
 def test_experts_are_loaded_in_either_layout(base: Path, tmp_path: Path) -> None:
-    """transformers saves outputs first, and the hub has inputs first."""
+    """transformers saves the weights of experts with outputs first; checkpoints on the hub have inputs
+    first."""
     path, _ = made("Qwen3VLMoe", base)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():

@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def saved(kind: str, path: Path, twin: Path, config: Any) -> Any:
-    """Save a model with this projection, beside the files of its base model."""
+    """Save a retrieval model with this projection in a copy of its base model."""
     import transformers as hf
 
     shutil.copytree(twin, path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
@@ -42,7 +42,7 @@ def saved(kind: str, path: Path, twin: Path, config: Any) -> Any:
 
 
 def check(path: Path, prompts: list[Any], expected: list[Any]) -> None:
-    """Compare the vector of every token; twice, so that the prefix cache must not skip any."""
+    """Compare the embedding of every token, twice: the prefix cache must not skip any token."""
     llm = LLM(str(path), **SETTINGS)
     for _ in range(2):
         for output, (ids, vectors) in zip(
@@ -55,7 +55,7 @@ def check(path: Path, prompts: list[Any], expected: list[Any]) -> None:
 
 @torch.inference_mode()
 def test_colqwen2_equals_transformers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Image positions rotate by height and width, as in training; transformers gets the same setting."""
+    """Image tokens rotate by height and width, as in training; transformers gets the same setting."""
     twin = Twin("Qwen2VL", tmp_path_factory.getbasetemp())
     path = tmp_path_factory.mktemp("colqwen2") / "model"
     model = saved("ColQwen2", path, twin.path, twin.model.config)

@@ -1,4 +1,5 @@
-"""Tests of vision checkpoints as published: other names, other files, sparse configurations."""
+"""Tests of vision checkpoints as published: with other weight names, other files, and sparse
+configurations."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def _vectors(twin: Twin) -> torch.Tensor:
 
 
 def _older_llava(tensors: Tensors) -> Tensors:
-    """Rename as llava-hf's checkpoints on the hub."""
+    """Rename weights as in llava-hf's checkpoints on the hub."""
     return {
         name.replace("vision_tower.", "vision_tower.vision_model."): tensor
         for name, tensor in tensors.items()
@@ -47,7 +48,7 @@ def _older_llava(tensors: Tensors) -> Tensors:
 
 
 def _inner_llava(tensors: Tensors) -> Tensors:
-    """Rename as transformers' modules, with the body first."""
+    """Rename weights as in transformers' modules, with the body first."""
     moved = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}
     return {
         name.replace("model.", "model.language_model.", 1)
@@ -77,7 +78,7 @@ _INTERN = {
 
 
 def _intern_chat(tensors: Tensors) -> Tensors:
-    """Rename as InternVL's authors save it."""
+    """Rename weights as in the checkpoints of InternVL's authors."""
     out = {}
     for name, tensor in tensors.items():
         if not name.startswith("language_model."):
@@ -108,7 +109,7 @@ def _intern_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kimi_vl(tensors: Tensors) -> Tensors:
-    """Rename as Kimi-VL, the older of the two."""
+    """Rename weights as in Kimi-VL, the older of the two Kimi models."""
     parts = {"proj.0": "linear_1", "proj.2": "linear_2", "mm_projector": "multi_modal_projector"}
     out = {}
     for name, tensor in tensors.items():
@@ -156,7 +157,7 @@ def test_renamed_vision_weights_are_loaded(
 
 
 def test_pan_and_scan_is_supported(tmp_path: Path) -> None:
-    """Covers crops of wide and tall images, and the words between them."""
+    """Covers the crops of wide and tall images, and the words between them."""
     twin = Twin(tmp_path, "gemma3")
     scan = {
         "do_pan_and_scan": True,
@@ -189,7 +190,7 @@ def test_invalid_arguments_and_embeddings_are_named(tmp_path: Path) -> None:
 
 
 def test_sparse_configs_are_completed(tmp_path: Path) -> None:
-    """llava-1.5-7b and gemma-3-4b have only a few sizes of their decoders."""
+    """The config.json of llava-1.5-7b and gemma-3-4b has only a few sizes of the decoder."""
     llava = {
         "architectures": ["LlavaForConditionalGeneration"],
         "image_token_index": 32000,
@@ -249,7 +250,7 @@ def test_sparse_configs_are_completed(tmp_path: Path) -> None:
     ],
 )
 def test_versions_of_minicpm(keys: dict[str, Any], architecture: str | None) -> None:
-    """The first files of 2.5 have no version; those of 2.0 neither, and are refused."""
+    """The first files of MiniCPM-V 2.5 have no version. Those of 2.0 have none either, and are refused."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     reader = ConfigReader("config.json", {**sizes, "vision_config": sizes, **keys})
     if architecture is None:
@@ -264,7 +265,7 @@ def test_versions_of_minicpm(keys: dict[str, Any], architecture: str | None) -> 
 
 @torch.no_grad()
 def test_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
-    """Frames are in order, halved as transformers does, with one vector after all of them."""
+    """Frames are in order, halved as in transformers, with one embedding after all of them."""
     twin = Twin(tmp_path, "llava_onevision")
     frames = np.stack([np.asarray(picture(40, 30, seed)) for seed in range(3)])
     actual = twin.ours.process("video", Video(frames), {})
@@ -348,7 +349,8 @@ def test_tensor_parallel_vision_encoder_equals_one_device(
 def test_decoder_is_loaded_without_its_vision_encoder(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """With language_model_only the unused weights are those of vision encoders, under all names."""
+    """With language_model_only, the unused weights are those of the vision encoders, under all of their
+    names."""
     if family not in _TWINS:
         _TWINS[family] = Twin(tmp_path_factory.mktemp(family), family)
     checkpoint = _TWINS[family].checkpoint
@@ -360,7 +362,7 @@ def test_decoder_is_loaded_without_its_vision_encoder(
 
 @torch.no_grad()
 def test_smolvlm_is_loaded_as_idefics3(tmp_path: Path) -> None:
-    """Covers its configuration and the names of its weights."""
+    """Covers the configuration of SmolVLM and the names of its weights."""
     import transformers as hf
 
     twin = Twin(tmp_path, "idefics3")
@@ -379,7 +381,8 @@ def test_smolvlm_is_loaded_as_idefics3(tmp_path: Path) -> None:
 
 
 def test_published_paddleocr_is_loaded(tmp_path: Path) -> None:
-    """The decoder's keys are beside the vision encoder, in an older format, with other tensor prefixes."""
+    """In config.json, the decoder's keys are next to those of the vision encoder, in an older format; the
+    weights have other prefixes."""
     twin = Twin(tmp_path, "paddleocr_vl")
     expected, facts = _vectors(twin), twin.checkpoint.facts
     names = {"model.language_model.": "model.", "model.projector.": "mlp_AR.", "model.visual.": "visual."}
@@ -407,7 +410,7 @@ def test_published_paddleocr_is_loaded(tmp_path: Path) -> None:
 
 
 def test_aya_vision_placeholder_need_not_be_a_token(tmp_path: Path) -> None:
-    """A request may also use an image without tiles."""
+    """Covers also a request for an image without tiles."""
     twin = Twin(tmp_path, "aya_vision")
     image = picture(60, 28)
     with_token = twin.token_ids("a<image>b", [image])
@@ -422,7 +425,7 @@ def test_aya_vision_placeholder_need_not_be_a_token(tmp_path: Path) -> None:
 
 
 def test_published_gemma3n_is_loaded(tmp_path: Path) -> None:
-    """Encoders are skipped, and layers share the KV cache of others."""
+    """The unused encoders are skipped, and layers share the KV cache of other layers."""
     path, _ = make_tiny("Gemma3nForCausalLM", tmp_path)
     prompts = random_prompts(9, 14)
     expected = run_paged(load_tiny(path), prompts, [[9, 14]])
@@ -440,7 +443,7 @@ def test_published_gemma3n_is_loaded(tmp_path: Path) -> None:
 
 
 def test_published_gemma4_is_loaded(tmp_path: Path) -> None:
-    """Encoders are skipped; layer sizes have the names of the first files."""
+    """The unused encoders are skipped; layer sizes have the names of the first published files."""
     path, _ = make_tiny("Gemma4ForCausalLM", tmp_path)
     prompts = random_prompts(9, 14)
     expected = run_paged(load_tiny(path), prompts, [[9, 14]])

@@ -150,7 +150,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @torch.inference_mode()
 def test_video_placeholders_and_embeddings_equal_transformers(reference: VideoReference) -> None:
-    """Covers frames of several sizes; partial clips, one of them a single frame; an image before the
+    """Covers frames of several sizes, incomplete clips, a clip of a single frame, and an image before the
     video."""
     twin, tower = reference.twin, reference.twin.tower()
     for count, width, height in ((6, 56, 50), (5, 40, 30), (1, 28, 28)):
@@ -172,7 +172,7 @@ def test_video_placeholders_and_embeddings_equal_transformers(reference: VideoRe
 
 
 def test_answers_about_videos_equal_transformers(reference: VideoReference) -> None:
-    """Covers one video alone; one after an image, which has its own placeholder and number."""
+    """Covers a video alone, and a video after an image, which has its own placeholder and number."""
     video, text = film(8, 40, 30), f"user\n{reference.mark} what"
     expected, more = reference.expected(text, video)
     message = reference.generate_reference(expected, more)
@@ -189,7 +189,7 @@ def test_answers_about_videos_equal_transformers(reference: VideoReference) -> N
 
 
 def test_slices_of_frames_follow_them(tmp_path: Path) -> None:
-    """Requested slices equal those of images of the same size, one after the other."""
+    """The slices of a frame equal those of an image of the same size, and follow the frame."""
     twin = Twin(tmp_path, "minicpm_v46")
     video, arguments = film(2, 120, 90), {"max_slice_nums": 4}
     actual = twin.ours.process("video", video, arguments)
@@ -214,8 +214,8 @@ def test_slices_of_frames_follow_them(tmp_path: Path) -> None:
 
 
 def check_similar(actual: NDArray[Any], expected: NDArray[Any]) -> None:
-    """Compare up to one level of brightness in a few places, where the filters of Pillow and torchvision
-    round differently. Very narrow frames differ more and are not compared."""
+    """Compare pixels. A few may differ by one level of brightness, since the filters of Pillow and
+    torchvision round differently. Very narrow frames differ more and are not compared."""
     away = np.abs(actual.reshape(-1) - expected.reshape(-1))
     assert np.mean(away > 1e-5) < 0.02 and away.max() < 1.01 / 255 / 0.26
 
@@ -274,7 +274,7 @@ def test_minicpm_frames_equal_its_processor(family: str, slices: int, tmp_path: 
 
 @pytest.mark.parametrize("family", ["llava_onevision", "internvl"])
 def test_square_frames_equal_their_processors(family: str, tmp_path: Path) -> None:
-    """The settings come from the file for videos only."""
+    """The settings come from the video processor's file, not from that of images."""
     pytest.importorskip("torchvision")
     import transformers as hf
 

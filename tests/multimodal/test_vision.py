@@ -20,7 +20,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.slow)])
 def test_pixels_equal_transformers(twin: Twin, count: int) -> None:
-    """Covers images of many sizes. Catches another filter, another rounding, another crop."""
+    """Covers images of many sizes. Catches a wrong filter, rounding or crop."""
     if isinstance(twin.processor, Stand) and not twin.processor.pixels(picture(5, 5)):
         pytest.skip("transformers resizes these with torchvision alone")
     if twin.least > 5:
@@ -42,7 +42,8 @@ def test_pixels_equal_transformers(twin: Twin, count: int) -> None:
 
 
 def test_placeholders_equal_transformers(twin: Twin) -> None:
-    """Placeholders at both ends, next to each other, and beside the tokens that they begin and end with."""
+    """Covers placeholders at both ends of a prompt, next to each other, and next to tokens with which spans
+    begin and end."""
     images = [picture(*size) for size in PAIRS]
     mark = twin.mark
     for text in (f"{mark}ab\n{mark}\n\ncd {mark}", f"user\n{mark}{mark}x{mark}\n"):

@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "lfm2_vl": {"mamba_block_size": 4},
     "gemma4_whole": {"max_num_batched_tokens": 96},
 }
-"""Settings of single families: images of the last have more than 32 tokens and may not be split."""
+"""Engine settings of single families. Images of the last have more than 32 tokens and may not be split."""
 
 
 def prompts(mark: str) -> list[Content]:
@@ -51,8 +51,8 @@ def requests_of(contents: list[Content]) -> list[Any]:
 def test_answers_about_images_equal_transformers(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Covers one image, several of mixed sizes with text between, none; all at once, in chunks that end
-    within items where allowed; then again with the prefix cache; then with preemptions."""
+    """Covers one image, several of mixed sizes with text between, and none: at once, in chunks that end
+    within items where allowed, with the prefix cache, and with preemptions."""
     twin = Twin(tmp_path_factory.mktemp(family), family)
     contents = prompts(twin.mark)
     inputs = [inputs_of(twin, content) for content in contents]
@@ -69,7 +69,8 @@ def test_answers_about_images_equal_transformers(
 
 
 def test_gemma4_settings_are_checked(tmp_path: Path) -> None:
-    """Bidirectional images need layers with a window; soft tokens have five sizes."""
+    """Bidirectional images need layers with a sliding window; the number of soft tokens must be one of
+    five."""
     twin = Twin(tmp_path, "gemma4_whole")
     with pytest.raises(ConfigError, match="max_model_len=48 must exceed 48, the sliding window"):
         LLM(str(tmp_path), dtype="float32", max_model_len=48, max_num_seqs=2, use_tqdm_on_load=False)
@@ -87,8 +88,8 @@ def test_gemma4_settings_are_checked(tmp_path: Path) -> None:
 
 
 def test_bidirectional_prompt_must_fit_into_a_step(tmp_path: Path) -> None:
-    """A split prompt would attend to its first half only; a text without a placeholder is about one
-    image."""
+    """In a split prompt, the first half could not attend to the second. A text without a placeholder is about
+    one image."""
     twin = Twin(tmp_path, "paligemma")
     content = "describe", [SMALL]
     llm = LLM(str(tmp_path), dtype="float32", max_model_len=64, max_num_batched_tokens=32, max_num_seqs=2)

@@ -29,7 +29,7 @@ SOUNDS = (sound(SECONDS * RATE + 777, 1), sound(5000, 2), sound(20000, 3))
 
 
 class Twin:
-    """Checkpoint with transformers' model and feature extractor."""
+    """A tiny checkpoint, with transformers' model and feature extractor."""
 
     heard: AudioProcessor
 
@@ -39,7 +39,7 @@ class Twin:
 
     @torch.inference_mode()
     def generate_reference(self, text: str, audio: Audio, **settings: Any) -> list[int]:
-        """Generate as `generate` does, after the tokens of the prompt."""
+        """Return greedy tokens of transformers' model after those of the prompt."""
         from transformers import GenerationMixin
 
         inputs = {
@@ -60,7 +60,8 @@ class Twin:
         return logits[0].log_softmax(-1)
 
     def features(self, samples: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Return the features of the beginning: transformers also truncates, but normalizes by the whole."""
+        """Return transformers' features of the seconds that the model reads: it would normalize by all of the
+        audio."""
         samples = samples[: SECONDS * RATE]
         input_features = self.processor.features(samples, sampling_rate=RATE, return_tensors="pt")[
             "input_features"
@@ -106,7 +107,7 @@ def check(twin: Twin, output: Any, text: str, audio: Audio) -> None:
 
 
 def test_features_equal_transformers(twin: Twin) -> None:
-    """Covers one sample, a second, the maximum and more; another rate; invalid audio."""
+    """Covers audio of one sample, a second, the maximum and more, another sample rate, and invalid audio."""
     checkpoint = read_checkpoint(twin.path)
     media = checkpoint.facts.media
     assert media is not None and media.transcribes and media.num_cross_states == SECONDS * 50
@@ -125,8 +126,8 @@ def test_features_equal_transformers(twin: Twin) -> None:
 
 
 def test_transcriptions_equal_transformers(twin: Twin, llm: LLM) -> None:
-    """Covers different audio in one batch, in chunks; then again, with prefixes cached for the same audio
-    only. More audio items than rows; one of them for several answers."""
+    """Covers different audio in one batch, in chunks, then again with prefixes cached for the same audio
+    only. There are more audio items than rows; one of them has several answers."""
     cases = [(STARTS + text, result) for text, result in zip(TEXTS, SOUNDS, strict=True)]
     cases += [(STARTS + TEXTS[1], SOUNDS[0]), (STARTS + "and so on and on", sound(999, 5)), *cases[:1]]
     for again in (False, True):
@@ -148,7 +149,7 @@ def test_transcriptions_equal_transformers(twin: Twin, llm: LLM) -> None:
 
 @pytest.mark.parametrize("sharing", [True, False])
 def test_preempted_rows_are_encoded_again(twin: Twin, sharing: bool) -> None:
-    """Check also rows whose slots other requests used meanwhile."""
+    """Covers rows whose encoder slots other requests used in the meantime."""
     llm = engine(twin, enable_prefix_caching=sharing, max_num_seqs=2)
     scheduler, step = llm.llm_engine.core.scheduler, 0
     cases = [(STARTS + text, result) for text in TEXTS for result in SOUNDS[1:]]
@@ -216,7 +217,7 @@ def test_invalid_transcription_requests_are_refused(twin: Twin, llm: LLM) -> Non
 
 
 def test_tensor_parallel_whisper_equals_one_device(twin: Twin) -> None:
-    """Catches heads of another rank, and a bias that is added twice."""
+    """Catches attention heads of another rank, and a bias that is added twice."""
     worlds, ids = tp_worlds(2), twin.ids(STARTS + TEXTS[1])[0].tolist()
     models = [load_tiny(twin.path, world=world, tower_group=world.tp, max_model_len=64) for world in worlds]
     mel = torch.nn.functional.pad(twin.features(SOUNDS[1].samples)[0].T, (0, 0, 0, 1))
@@ -236,7 +237,7 @@ def test_tensor_parallel_whisper_equals_one_device(twin: Twin) -> None:
 def test_transcriptions_are_equal_on_a_device_that_runs_ahead(
     twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check padded graph decodes; rows get other audio while the previous step runs."""
+    """Covers padded decodes in graphs, and rows that get other audio while the previous step runs."""
     use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.step_queue.depth = 2

@@ -45,7 +45,7 @@ def save_tokenizer(path: Path) -> None:
 
 
 class Published:
-    """Tiny random model in the published format, with transformers' model."""
+    """A tiny random model in the published format, with transformers' model."""
 
     def __init__(self, path: Path) -> None:
         import transformers as hf
@@ -118,7 +118,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
 
 @torch.inference_mode()
 def test_tasks_and_chunks_equal_transformers(published: Published) -> None:
-    """Includes the prefix tokens that `generate` adds, and all suppressed tokens."""
+    """Covers the prefix tokens that `generate` adds, and all suppressed tokens."""
     samples = noise(40 * RATE)
     pieces = [piece for _, piece in split_audio(samples, published.speech.max_samples)]
     assert len(pieces) == 2 and [*published.speech.languages] == languages()
@@ -137,7 +137,7 @@ def test_tasks_and_chunks_equal_transformers(published: Published) -> None:
 
 @torch.inference_mode()
 def test_timestamps_equal_transformers(published: Published) -> None:
-    """Covers all of its rules, beside answers without timestamps."""
+    """Covers all rules for timestamps, in a batch with answers without timestamps."""
     speech, cases = published.speech, list[tuple[Any, str, str, bool]]()
     for seconds, task, language in ((3, "transcribe", "de"), (29, "translate", "yo")):
         cases += [(noise(seconds * RATE, seconds), task, language, timed) for timed in (True, False)]
@@ -167,7 +167,7 @@ def test_timestamps_equal_transformers(published: Published) -> None:
 
 @torch.inference_mode()
 def test_token_times_equal_transformers(published: Published) -> None:
-    """Covers two alignment heads of the upper layer, in chunks and with several lengths at once."""
+    """Covers two alignment heads in the upper layer, in chunks, with audio of several lengths at once."""
     model, requests = published.model, list[Any]()
     model.set_attn_implementation("eager")
     params, expected = list[SamplingParams](), list[list[int]]()

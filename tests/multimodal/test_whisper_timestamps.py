@@ -23,7 +23,7 @@ TIMED, FREE = (
 
 
 class Twin:
-    """Checkpoint with transformers' model."""
+    """A tiny checkpoint, with transformers' model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +89,7 @@ def check(twin: Twin, outputs: list[Any]) -> None:
 
 
 def test_preempted_rows_keep_their_timestamps(twin: Twin) -> None:
-    """Prefill is chunked, and rows are recomputed from their beginning."""
+    """Prompts are computed in chunks, and preempted rows are recomputed from their beginning."""
     llm = engine(twin)
     scheduler, step, outputs = llm.llm_engine.core.scheduler, 0, dict[str, Any]()
     for number, (ids, audio, timed) in enumerate(cases(twin)):

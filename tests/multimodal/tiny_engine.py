@@ -63,7 +63,7 @@ def check_answers(
     llm: LLM, requests: Sequence[Any], expected: Sequence[Answer], at: Sequence[int]
 ) -> list[Any]:
     """Check the answers to requests in one batch, then with the prefix cache, then with preemptions in the
-    steps `at`; return the first outputs."""
+    steps `at`. Return the outputs of the first run."""
     count = len(expected[0][0])
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
     outputs = llm.generate(requests, params, use_tqdm=False)

@@ -30,7 +30,7 @@ SECONDS = 2
 FPS = 2.0
 GRID = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 FILM = {"min_pixels": 256, "max_pixels": 2048}
-"""Processor arguments of videos."""
+"""mm_processor_kwargs of videos."""
 _HEARING = {
     "num_mel_bins": 20,
     "encoder_layers": 2,
@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Content(NamedTuple):
-    """Prompt with its media."""
+    """A prompt with its images, videos and audio."""
 
     text: str
     images: list[Image.Image] = []
@@ -141,7 +141,7 @@ class Omni:
         self.ours = PROCESSORS[self.media.family](path, self.media, self.tokenizer)
 
     def _both(self, path: Path) -> None:
-        """Write the image and audio settings into one file, as published."""
+        """Write the settings of images and audio into one file, as in published checkpoints."""
         import json
 
         files = [path / "preprocessor_config.json", path / "hearing.json"]
@@ -178,7 +178,7 @@ class Omni:
         return model_inputs
 
     def audio_features(self, content: Content) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the features of each audio item as if it were alone."""
+        """Return the features of each audio item, computed as if it were alone."""
         options = {"padding": True, "truncation": False} if self.is_long else {"padding": "max_length"}
         item = [
             self.processor.feature_extractor(

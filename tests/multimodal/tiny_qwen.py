@@ -1,4 +1,4 @@
-"""Tiny vision models of Qwen and GLM: random weights, saved as transformers saves them."""
+"""Tiny vision models of Qwen and GLM with random weights, as saved by transformers."""
 
 import functools
 import json

@@ -28,7 +28,7 @@ TEXT = {
     "pad_token_id": None,
 }
 STRONG = TEXT | {"initializer_range": 0.3}
-"""Text sizes with weights large enough for every input to change the output."""
+"""Sizes of the decoder, with weights large enough for every input to change the output."""
 VISION = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
@@ -69,7 +69,7 @@ def save_tiny(path: Path, architecture: Any, config: Any, processor: Any) -> Any
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Return noise, so that filters differ."""
+    """Return an image of noise, in which different resize filters give different pixels."""
     random = np.random.default_rng([width, height, seed])
     noise = random.integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(noise)

@@ -1,4 +1,4 @@
-"""Raw HTTP messages with their expected answers. Each is sent to a server with a key."""
+"""Raw HTTP messages and their expected answers, for a server with an API key."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ UPGRADE = b"Connection: Upgrade\r\nUpgrade: anything\r\n"
 
 @dataclass(frozen=True)
 class Case:
-    """Message in pieces, which arrive one by one, with the expected statuses."""
+    """A message in pieces, which are sent one by one, with the expected statuses."""
 
     name: str
     pieces: tuple[bytes, ...]

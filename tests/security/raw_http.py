@@ -17,14 +17,14 @@ from quire.server.main import serve
 from quire.server.settings import make_settings
 
 PATIENCE_S = 60.0
-"""Limit after which a hanging test fails."""
+"""Seconds after which a hanging test fails."""
 KEY = "secret"
 PROBE = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
 
 
 @dataclass
 class Response:
-    """Response of a server."""
+    """A response of the server."""
 
     status: int
     headers: dict[str, str]
@@ -32,7 +32,7 @@ class Response:
 
 
 class Client:
-    """One connection."""
+    """A connection to the server, for raw bytes."""
 
     def __init__(self, address: Any, source: str | None = None) -> None:
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
@@ -56,7 +56,7 @@ class Client:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send, unless the server has closed the connection already."""
+        """Send bytes, unless the server has already closed the connection."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(data)
 
@@ -100,14 +100,14 @@ class Client:
 
 @dataclass
 class RawServer:
-    """Real server with an engine without a model."""
+    """A real server, with an engine without a model."""
 
     engine: FakeEngine
     address: Any
     clients: list[Client] = field(default_factory=list)
 
     def connect(self, source: str | None = None) -> Client:
-        """Open a connection, from the address `source` if there is one."""
+        """Open a connection, from the local address `source` if it is set."""
         self.clients.append(Client(self.address, source))
         return self.clients[-1]
 

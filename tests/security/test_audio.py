@@ -1,6 +1,6 @@
-"""Audio that is small as a file and large in memory: an hour of silence compresses to kilobytes, and a
-header may claim any rate or length. Quire limits the bytes of a file, its samples and its rate before it
-decodes them. The class is that of CVE-2026-34755 for audio."""
+"""Audio that is small as a file and large in memory: an hour of silence compresses to kilobytes, and a header
+may claim any rate or length. Quire limits the bytes of a file, its samples and its rate before it decodes
+them. This is the class of CVE-2026-34755, for audio."""
 
 import io
 from typing import Any

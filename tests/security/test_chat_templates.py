@@ -53,7 +53,7 @@ def test_template_kwargs_cannot_replace_arguments(path: str, kwargs: dict[str, A
     ],
 )
 def test_hostile_templates_are_refused(template: str) -> None:
-    """The template accesses Python internals, changes the request, or loops over a large range()."""
+    """The templates access Python internals, change the request, or loop over a large range()."""
     engine = FakeEngine(max_model_len=10**6)
     refused(chat(engine, TRUSTED, chat_template=template))
     assert not engine.seen

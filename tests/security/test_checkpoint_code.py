@@ -36,7 +36,8 @@ def test_tensors_that_are_not_strided_are_refused(tmp_path: Path, tensor: torch.
 
 
 def test_replaced_pickle_keeps_the_hashed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest names the tensors in the prefix cache: both must come from one read."""
+    """The adapter's hash is part of the prefix cache's keys: hash and tensors must come from the same read of
+    the file."""
     file = tmp_path / "adapter_model.bin"
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 1}))
     torch.save({"weight": torch.zeros(4)}, file)
@@ -66,7 +67,8 @@ def test_truncated_pickle_is_refused() -> None:
 def test_tokenizer_code_runs_only_if_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
-    """Without an explicit False, transformers asks on the terminal whether to run it."""
+    """Unless trust_remote_code is explicitly False, transformers asks on the terminal whether to run the
+    code."""
     ran = tmp_path / "ran"
     (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\na\n")
     (tmp_path / "own.py").write_text(

@@ -51,7 +51,8 @@ pack = msgspec.msgpack.encode
 
 @pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
 def encrypted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Return whether sockets are encrypted; libraries without CURVE have only the token in each Hello."""
+    """Return whether sockets are encrypted. If the ZMQ library has no CURVE, they are only protected by the
+    token in each Hello message."""
     if not request.param:
         for module in (lockstep_module, clients_module, roll_module):
             monkeypatch.setattr(module, "secure", lambda *_, **__: None)
@@ -69,7 +70,7 @@ def until(is_done: Callable[[], object], *turns: Callable[[], object]) -> None:
 
 @contextmanager
 def unknown_peer(address: str, token: str = "", identity: bytes = b"") -> Iterator["zmq.Socket[bytes]"]:
-    """Connect a ZMQ peer, with encryption if it has a token."""
+    """Connect a ZMQ peer that is unknown to the engines, with encryption if it has a token."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDTIMEO, 5000)
@@ -81,7 +82,7 @@ def unknown_peer(address: str, token: str = "", identity: bytes = b"") -> Iterat
 
 
 def connect_and_leave(address: str) -> None:
-    """Connect as a port scan or a client of another protocol does."""
+    """Connect and disconnect, as a port scan or a client of another protocol does."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.socket() as first:
         until(lambda: first.connect_ex((host, int(port))) == 0)
@@ -110,7 +111,7 @@ class Engines:
         until(lambda: len(self.steps) == self.size)
 
     def round(self, *counts: int) -> None:
-        """Let all ranks take a step and agree on its counts."""
+        """Let all ranks take a step and exchange its counts."""
         seen: dict[int, Any] = {}
 
         def step(rank: int) -> None:
@@ -138,7 +139,7 @@ def engines(encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine
 
 
 def offer(peer: "zmq.Socket[bytes]", message: bytes) -> None:
-    """Send a message, unless the port has closed the connection already, as an encrypted one does."""
+    """Send a message, unless the port has already closed the connection, as encrypted ports do."""
     with suppress(zmq.Again):
         peer.send(message, zmq.NOBLOCK)
 
@@ -146,7 +147,7 @@ def offer(peer: "zmq.Socket[bytes]", message: bytes) -> None:
 def test_unknown_peer_at_the_sync_port_changes_nothing(
     engines: Engines, encrypted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither a port scan, nor noise, nor counts and Hellos of a peer without the token."""
+    """Covers a port scan, random bytes, and counts and Hello messages of a peer without the token."""
     engines.open(0, 1)
     engines.meet()
     engines.round(3, 1)
@@ -248,7 +249,7 @@ def test_only_engine_core_addresses_are_registered(roll: NodeRegistry, tmp_path:
 def test_processes_of_one_command_share_a_random_token(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They use the configured token only if they need engine cores of other commands."""
+    """The configured token is only used for engine cores of other commands."""
     monkeypatch.setenv("QUIRE_CLUSTER_TOKEN", "of all machines")
     tokens = {token_of(data_parallel_size=2, **flags) for _ in range(2)}
     assert len(tokens) == 2 and all(len(token) >= 32 for token in tokens)
@@ -282,7 +283,7 @@ def token_of(*, headless: bool = False, **settings: Any) -> str:
 
 
 def test_engine_core_ignores_peers_without_the_token(encrypted: bool) -> None:
-    """Worker calls are also accepted only from API processes of the deployment."""
+    """Only API processes of the deployment may send worker calls to an engine core."""
     address = f"tcp://127.0.0.1:{free_port()}"
     clients = Clients(address, lambda _: None, token=TOKEN)
     call = encode(ControlCall(1, "collective_rpc", {"method": "report"}))

@@ -39,7 +39,7 @@ def log() -> Iterator[Kept]:
 
 
 def statuses(kept: Kept, source: str, *paths: str) -> list[int]:
-    """Return the statuses of GETs with forged addresses from a client at the address `source`."""
+    """Return the statuses of GET requests with forged addresses, from a client at the address `source`."""
     settings = make_settings({"host": "127.0.0.1", "port": 0, "api_key": ["secret"]})
 
     async def go() -> list[int]:

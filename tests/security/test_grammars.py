@@ -27,7 +27,7 @@ SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"} for 
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, bool]]:
-    """Count the steps of grammar compilation by name and by whether they run on the event loop."""
+    """Count the steps of grammar compilation, by name and by whether they run on the event loop."""
     counts: Counter[tuple[str, bool]] = Counter()
     loop = threading.get_ident()
 
@@ -129,7 +129,7 @@ def test_too_many_choice_characters_are_400() -> None:
 
 
 def test_parser_limit_differs_from_a_mismatch() -> None:
-    """The library's parser follows at most 2,000 alternatives at once."""
+    """llguidance's parser follows at most 2,000 alternatives at once."""
     alternatives = " | ".join(f'"same {number}"' for number in range(2500))
     grammars = Grammars(lambda: BYTES)
     assert follow(grammars, "s", grammar=f"start: {alternatives}") == ["limit"]

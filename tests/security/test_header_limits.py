@@ -15,7 +15,7 @@ MANY = 4 << 20
 
 
 def refusal(server: RawServer, *pieces: bytes) -> Response:
-    """Return the one response, after which the connection must be closed."""
+    """Return the only response to `pieces`; the server must close the connection after it."""
     with server.connect() as client:
         for piece in pieces:
             client.send(piece)
@@ -47,7 +47,7 @@ def test_oversized_headers_are_431(http_server: RawServer, message: bytes) -> No
     ids=["chunk extension", "trailer", "many trailers"],
 )
 def test_chunk_extensions_and_trailers_are_bounded(http_server: RawServer, behind: bytes) -> None:
-    """Catches a limit that ends with the headers: the parser collects trailers in the same way."""
+    """Catches a limit that applies to the headers only: the parser collects trailers in the same way."""
     assert refusal(http_server, post(CHUNKED, b"1\r\n{\r\n" + behind)).status == 431
 
 
@@ -64,7 +64,7 @@ def test_header_count_is_bounded(http_server: RawServer) -> None:
 
 
 def test_largest_allowed_headers_are_accepted(http_server: RawServer) -> None:
-    """A body follows in the same piece or in another: its bytes are not counted."""
+    """The body follows in the same piece or in another. Its bytes are not counted."""
     head = post(LENGTH, b"")
     padded = post(LENGTH + b"X-A: " + b"b" * (MAX_BYTES - len(head) - 7) + b"\r\n", b"")
     assert len(padded) == MAX_BYTES

@@ -10,7 +10,7 @@ from http_corpus import AUTH, BODY, CASES, CHUNKED, CHUNKS, LENGTH, Case, get, p
 from raw_http import KEY, PROBE, RawServer
 
 PAUSE_S = 0.02
-"""Pause that makes pieces arrive one by one."""
+"""Seconds between pieces, so that they arrive one by one."""
 FEW = 4
 
 
@@ -41,8 +41,8 @@ def test_refusal_is_json_with_the_remedy(http_server: RawServer) -> None:
 
 
 def test_refusal_is_not_sent_as_the_answer_of_an_earlier_request(http_server: RawServer) -> None:
-    """Catches an error that is written while an earlier request runs: the client would take it for its
-    answer."""
+    """Catches an error response that is written while an earlier request runs: the client would take it for
+    that request's answer."""
     slow = json.dumps({"prompt": "ab", "max_tokens": 3}).encode()
     with http_server.connect() as client:
         client.send(post(b"Content-Length: %d\r\n" % len(slow), slow) + b"nonsense\r\n\r\n")

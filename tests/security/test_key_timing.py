@@ -20,7 +20,7 @@ def application() -> Application:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return the lengths of the values that are compared in constant time."""
+    """Return the lengths of the values that are compared in constant time during a request."""
     lengths: list[tuple[int, int]] = []
     compare = hmac.compare_digest
 

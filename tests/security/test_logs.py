@@ -1,6 +1,5 @@
-"""No field that a client sends can add a line to the log or colour it.
-
-Log injection (CWE-117); vLLM has no advisory of this class."""
+"""No field that a client sends can add a line to the log or colour it. This is log injection (CWE-117), of
+which vLLM has no advisory."""
 
 import logging
 from collections.abc import Iterator
@@ -73,7 +72,7 @@ def test_unknown_model_is_reported_on_one_line() -> None:
 
 
 def test_ids_of_python_callers_are_logged_on_one_line(lines: list[str]) -> None:
-    """Ids of Python callers are not checked as those of HTTP clients are."""
+    """Request ids of Python callers are not checked like those of HTTP clients."""
     PreemptionWarning()(FORGED, 1)
     assert all(line.isprintable() for line in lines) and "forged" in lines[0]
 

@@ -88,7 +88,7 @@ def test_audio_memory_is_reserved_before_decoding() -> None:
 
 
 def test_16_bit_grey_images_are_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of 64 bits took ten times the memory of the image."""
+    """If they were widened to 64 bits, they would take ten times the memory of the image."""
     numbers = np.arange(600 * 300, dtype=np.uint32).reshape(600, 300) * 0x9E37 % 65536
     grey = Image.fromarray(numbers.astype(np.uint16))
     sizes: list[int] = []
@@ -109,7 +109,8 @@ def test_16_bit_grey_images_are_never_widened(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_icon_with_a_false_size_is_refused() -> None:
-    """Pillow trusts the directory of the file, and then decodes the image in it, however large."""
+    """Pillow relies on the sizes in the file's directory, and then decodes the image itself, however large it
+    is."""
     file = io.BytesIO()
     Image.new("RGBA", (32, 32)).save(file, "ICO", sizes=[(32, 32)])
     good = file.getvalue()
@@ -164,7 +165,8 @@ def test_item_larger_than_the_whole_budget_is_400() -> None:
 
 
 def test_threads_that_reserve_piecewise_do_not_deadlock() -> None:
-    """Two that hold some bytes and wait for more would deadlock if the oldest could not continue."""
+    """Two threads that have reserved bytes and wait for more would deadlock if the oldest could not
+    continue."""
     room, start = ByteBudget(10), threading.Barrier(4, timeout=30)
 
     def one() -> int:

@@ -44,7 +44,7 @@ def test_same_bytes_in_another_form_have_another_key(modality: str, contents: li
 
 
 def test_frame_boundaries_are_hashed() -> None:
-    """The lists of files have the same bytes when joined; data after a JPEG file is ignored."""
+    """Two lists of files have the same bytes when joined, since data after a JPEG file is ignored."""
     engine = engine_with_media()
     file = file_of(picture(), "JPEG")
     keys = []

@@ -30,7 +30,7 @@ TOKEN = "the secret of the deployment"
 
 
 class Listener:
-    """Listening socket with an `accept` that can be made to fail."""
+    """A listening socket with an `accept` that can be made to fail."""
 
     def __init__(self) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -48,7 +48,7 @@ class Listener:
 
 
 class Port:
-    """Head that waits for two machines, and connections to its port."""
+    """The port of a head node that waits for two machines, and connections to it."""
 
     def __init__(self) -> None:
         self.listener = Listener()
@@ -137,7 +137,7 @@ def test_oversized_first_message_is_not_read(port: Port, size: int, monkeypatch:
 
 
 def test_first_message_has_a_timeout(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timeout also holds for one that arrives byte by byte."""
+    """The timeout also applies to a message that arrives byte by byte."""
     monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.2)
     silent, slow = port.connect(), port.connect()
     closed = threading.Event()

@@ -43,7 +43,7 @@ def test_cross_origin_requests_without_a_key_are_refused() -> None:
 
 
 def test_same_origin_and_non_browser_clients_are_allowed() -> None:
-    """Behind a proxy the server need not know its own origin."""
+    """Behind a proxy, the server does not know its own origin."""
     for headers in ({}, SAME_ORIGIN, {"origin": "https://quire.example", "sec-fetch-site": "same-origin"}):
         assert talk(headers).status_code == 200
     assert (

@@ -74,7 +74,7 @@ def test_long_cache_salt_of_a_prompt_is_refused_with_the_remedy() -> None:
 
 
 def test_references_to_one_stored_item_are_bounded() -> None:
-    """A reference takes a few bytes, and its item may take megabytes."""
+    """A reference takes a few bytes, but the stored item may take megabytes."""
     item = {"id": "msg_1", "type": "message", "role": "user", "content": []}
     num_found = 0
 
@@ -96,7 +96,8 @@ def test_references_to_one_stored_item_are_bounded() -> None:
 
 
 def test_params_are_built_once_for_all_prompts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise 100,000 allowed ids would be checked and copied 1,024 times on the event loop."""
+    """If params were built once per prompt, 100,000 allowed ids would be checked and copied 1,024 times on
+    the event loop."""
     made: list[SamplingParams] = []
 
     def build(*args: Any, **options: Any) -> SamplingParams:
@@ -110,7 +111,7 @@ def test_params_are_built_once_for_all_prompts_of_a_call(monkeypatch: pytest.Mon
 
 
 class Turns:
-    """Clock that advances by the given work, and a counter of event loop iterations."""
+    """A clock that advances by the given work, and counts the iterations of the event loop."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -126,8 +127,8 @@ class Turns:
 
 @pytest.mark.parametrize(("seconds", "most"), [(streams.MAX_BLOCKING_S, 1), (streams.MAX_BLOCKING_S / 4, 5)])
 async def test_pauses_are_timed_and_shared_by_the_tasks_of_a_call(seconds: float, most: int) -> None:
-    """The tasks of one call hold one iteration of the event loop for about one piece, however many are
-    ready."""
+    """However many tasks of a call are ready, together they take about one piece of work per iteration of the
+    event loop."""
     turns, done = Turns(), list[int]()
     pauses = Pauses(turns.clock)
     tasks = [asyncio.create_task(turns.work(pauses, seconds, done)) for _ in range(40)]

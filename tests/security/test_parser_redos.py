@@ -18,7 +18,7 @@ import quire.text
 from quire.text.parsers import REASONING, TOOLS, answer_parser, pythonic
 
 PYTHONIC = "[A(A=" + "\t)A(A=,\t" * 40
-"""Attack of the advisory; each repetition doubled the time."""
+"""The attack of the advisory; each repetition doubled the time."""
 HOSTILE = [
     PYTHONIC,
     "[" + "A(A=A, " * 40,
@@ -34,8 +34,7 @@ HOSTILE = [
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
-    """Yield the compiled patterns, with their names, of all modules that parse texts of clients or
-    models."""
+    """Yield all compiled patterns, with their names, of the modules that parse texts of clients or models."""
     for package in (quire.text, quire.server):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             for name, value in vars(importlib.import_module(module.name)).items():

@@ -23,7 +23,7 @@ LOAD = "/v1/load_lora_adapter"
 
 
 def tree(tmp_path: Path) -> Path:
-    """Make a directory that is open to clients, beside a secret one that links in it lead to."""
+    """Make a directory that clients may read, with links that lead to a secret directory next to it."""
     root, secret = tmp_path / "open", tmp_path / "open-secret"
     for folder in (root, secret):
         folder.mkdir()

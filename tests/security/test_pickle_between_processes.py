@@ -29,8 +29,8 @@ ALLOWED = {
     "system/pickled_calls.py": 2,
     "worker/weight_transfer.py": 1,
 }
-"""Number of allowed uses per file. A rank and a process that compiles kernels read from their parent over an
-inherited socket pair. The others need VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+"""Number of allowed uses of pickle by file. Ranks and a process that compiles kernels read from their parent
+over an inherited socket pair. All other uses need VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "to core": decode_to_core,
     "from core": decode_from_core,
@@ -88,7 +88,7 @@ def test_pickles_sent_to_the_node_port_are_not_loaded(tmp_path: Path) -> None:
 
 
 def test_no_other_code_loads_pickles() -> None:
-    """Check for pickle by name, and for `Connection.recv` of data from a network."""
+    """Finds uses of pickle by name, and of `Connection.recv` for data from a network."""
     counts: dict[str, int] = {}
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()

@@ -1,6 +1,6 @@
-"""Pipelined requests: a disconnect aborts all of them, and the number of waiting bytes is bounded. A request
-that runs on after its client has gone holds a row, blocks and the slot of its key. The class is that of
-CVE-2024-8939: work that costs the client nothing."""
+"""Pipelined requests: a disconnect aborts all of them, and the number of waiting bytes is bounded. If a
+request ran on after its client has gone, it would hold a row, KV cache blocks and the slot of its key. This
+is the class of CVE-2024-8939: work that costs the client nothing."""
 
 import json
 import time
@@ -54,7 +54,8 @@ def until(condition: Callable[[], bool]) -> None:
 def test_disconnect_aborts_every_pipelined_request(
     endless_server: RawServer, body: bytes, behind: tuple[bytes, ...], is_together: bool
 ) -> None:
-    """Catches a server that stops reading at the second request and so does not notice the disconnect."""
+    """Catches a server that stops reading at the second request, so that it does not notice the
+    disconnect."""
     engine, client = endless_server.engine, endless_server.connect()
     num_seen, num_aborted = len(engine.seen), len(engine.aborted)
     if is_together:
@@ -99,7 +100,7 @@ def test_waiting_bytes_are_bounded_and_the_running_request_completes() -> None:
 
 
 def test_rest_of_a_refused_body_is_discarded(endless_server: RawServer) -> None:
-    """Catches bytes of a body that is refused early and then held, or parsed as a request."""
+    """Catches bytes of an early refused body that stay in memory, or are parsed as a request."""
     with endless_server.connect() as client:
         client.send(post(b"Content-Length: 1000000\r\n", b"").replace(b"Bearer ", b"Bearer x"))
         response = client.read()

@@ -45,7 +45,7 @@ def sparse() -> torch.Tensor:
 
 
 def beyond_its_storage() -> str:
-    """Return a tensor of 300 numbers with a storage of one."""
+    """Return a tensor of 300 numbers whose storage has only one."""
     source = io.BytesIO(saved(torch.zeros(1).expand(75, HIDDEN)))
     file = io.BytesIO()
     with zipfile.ZipFile(source) as read, zipfile.ZipFile(file, "w") as written:

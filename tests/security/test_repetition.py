@@ -28,7 +28,7 @@ def test_largest_pattern_size_is_accepted() -> None:
 
 
 class Watched(np.ndarray[Any, np.dtype[np.int32]]):
-    """Output that counts the tokens that are read."""
+    """Output tokens that count how many of them are read."""
 
     num_read = 0
 
@@ -43,7 +43,8 @@ class Watched(np.ndarray[Any, np.dtype[np.int32]]):
 
 
 def test_comparisons_per_token_do_not_grow_with_the_output() -> None:
-    """Random text of two tokens matches half of every size: the worst case of a search."""
+    """In a random text of two tokens, half of the comparisons match at every pattern size: the worst case of
+    the search."""
     detection = RepetitionDetectionParams(max_pattern_size=64, min_pattern_size=32, min_count=2)
     request = Request(
         id="a",

@@ -13,11 +13,11 @@ from quire.server.settings import make_settings
 
 KEYS = {"api_key": ["secret"]}
 OPEN = {"/health", "/ping", "/metrics", "/", "/page/{name}"}
-"""Probes, and the files of the page, which requests a key itself."""
+"""Health probes, and the files of the web page, which asks for the key itself."""
 
 
 def full_application() -> Application:
-    """Return an application with each route that a setting may add."""
+    """Return an application with every route that any setting may add."""
     engine = FakeEngine()
     engine.operation.settings["lora"] = {"enable_lora": True}
     engine.operation.settings["observability"] = {"profiler_config": {"profiler": "torch"}}

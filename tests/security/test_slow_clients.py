@@ -1,6 +1,5 @@
-"""Clients that read slowly: their waiting outputs cost the event loop time linear in their size.
-
-A class of CVE-2024-8939 (one request takes the time of all others)."""
+"""Clients that read slowly: the event loop's time for their waiting outputs is linear in the size of the
+outputs. This is the class of CVE-2024-8939 (one request takes the time of all others)."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

@@ -39,7 +39,7 @@ def impatient_server() -> Iterator[RawServer]:
 
 
 def trickle(client: Client, piece: bytes, *, pause_s: float = LIMIT_S / 6) -> None:
-    """Send one piece after the other until the server closes the connection."""
+    """Send the pieces one by one until the server closes the connection."""
     end = time.monotonic() + PATIENCE_S
     try:
         while True:
@@ -118,7 +118,7 @@ def test_refused_body_times_out(impatient_server: RawServer) -> None:
 
 
 def test_slow_but_steady_body_is_read() -> None:
-    """Catches a limit on the total time of a body."""
+    """Catches a timeout for a whole body instead of for each wait."""
     limit_s = 3.0
     with raw_server(request_body_timeout=limit_s) as server, server.connect() as client:
         client.send(post(LENGTH, b""))
@@ -160,7 +160,7 @@ def test_body_that_the_server_does_not_read_is_not_timed() -> None:
 
 
 def until_answered(server: RawServer) -> None:
-    """Wait until a connection is accepted again: the server may notice the end of others later."""
+    """Wait until a connection is accepted again, since the server may notice later that others have ended."""
     end = time.monotonic() + PATIENCE_S
     while server.ask(PROBE)[0].status != 200:
         assert time.monotonic() < end
@@ -261,7 +261,8 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_connections_passed_to_a_process_have_the_same_limits(tmp_path: Path) -> None:
-    """One of several API processes refuses the same connections, and reports when any is closed."""
+    """Each of several API processes has these limits for connections that are passed to it, and reports when
+    one is closed."""
     flags = {
         "host": "127.0.0.1",
         "port": 0,

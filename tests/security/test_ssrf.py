@@ -48,7 +48,7 @@ def test_addresses_next_to_special_networks_are_public(address: str) -> None:
 
 @pytest.mark.parametrize("path", ["/unclosed", "/no-port", "/metadata", "/elsewhere", "/etc", "/nowhere"])
 def test_invalid_redirect_is_a_client_error(server: Any, path: str) -> None:
-    """A ValueError of the parser would be an internal error with a stack trace in the log."""
+    """A ValueError of the url parser would be an internal error with a stack trace in the log."""
     with pytest.raises(Unreachable):
         fetch(server.url + path, domains=("127.0.0.1",))
     assert server.requests[-1][0] == path

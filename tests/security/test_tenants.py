@@ -52,7 +52,7 @@ CHAT_BODY = {"messages": MESSAGES}
 
 
 class Server:
-    """Application with keys and a fake engine, and the requests that reached the engine."""
+    """An application with keys and a fake engine, and the requests that have reached the engine."""
 
     def __init__(self, folder: Path, engine: FakeEngine | None = None, environ: dict[str, str] | None = None):
         file = folder / "keys.toml"
@@ -137,7 +137,8 @@ def test_cache_groups_share_and_plain_keys_share(tmp_path: Path) -> None:
 
 
 def test_client_salt_cannot_equal_the_salt_of_another_scope() -> None:
-    """Names of keys are in the metrics: a salt must not give access to the cache of another key."""
+    """The names of keys are public in the metrics, so a client could write a salt that contains the name of
+    another key."""
     salts = []
     for scope in ("", "key a", "key b", "group a", "key a-", "key a+x"):
         token = CACHE_SCOPE.set(scope)
@@ -148,7 +149,7 @@ def test_client_salt_cannot_equal_the_salt_of_another_scope() -> None:
 
 
 def test_data_parallel_routing_uses_the_salted_prefix(tmp_path: Path) -> None:
-    """The choice of an engine also reveals what it has cached."""
+    """The chosen engine would otherwise reveal what another key has cached."""
     server, keys = Server(tmp_path), PrefixKeys(2)
     routes = []
     for key in ("key-a", "key-b", "key-a"):
@@ -158,7 +159,7 @@ def test_data_parallel_routing_uses_the_salted_prefix(tmp_path: Path) -> None:
 
 
 async def test_request_does_not_inherit_the_key_of_the_previous_one(tmp_path: Path) -> None:
-    """Servers may start the next request of a connection in the context of the previous one."""
+    """A server may run the next request of a connection in the context of the previous one."""
     server = Server(tmp_path)
     for key in ("key-a", "plain"):
         await server.post(key, COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
@@ -202,7 +203,7 @@ def test_key_cannot_plant_an_image_under_the_uuid_of_another(vision_server: Serv
 def test_image_of_another_key_is_processed_anew(
     vision_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the processing time would reveal that another key has sent the image."""
+    """If the image were not processed again, the time would reveal that another key has sent it."""
     made = []
     keep = ProcessorCache.put
 
@@ -225,7 +226,7 @@ def test_image_of_another_key_is_processed_anew(
 
 
 def test_unmetered_routes_are_cheap_or_absent(tmp_path: Path) -> None:
-    """A tenant that repeats such a route forever must not cost others anything."""
+    """A tenant that repeats such a route forever must not slow down others."""
     assert UNLIMITED_PATHS.keys() == {"/ping"} | OPERATOR_PATHS and all(UNLIMITED_PATHS.values())
     server = Server(tmp_path)
     for path in OPERATOR_PATHS:
@@ -264,7 +265,7 @@ def test_every_other_post_route_is_metered(tmp_path: Path) -> None:
 
 
 def test_routes_without_tokens_ignore_the_token_limit(tmp_path: Path) -> None:
-    """They cost no tokens, and clients use them to count tokens."""
+    """These routes cost no tokens, and clients use them to count tokens."""
     server = Server(tmp_path)
     assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 200
     assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 429

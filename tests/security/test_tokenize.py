@@ -1,5 +1,5 @@
 """Denial of service by routes that need no model (CVE-2025-62426 and its class): a long text is refused or
-tokenized off the event loop, and only a limited number at once."""
+tokenized off the event loop, and only a limited number of texts is tokenized at once."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ from quire.server.tokens import render, routes
 from quire.text.tokenizer import Tokenizer
 
 LIMIT = 512 * 256
-"""Character limit for the context of the fake engine."""
+"""Maximum characters of a text for the context length of the fake engine."""
 LONG = "x" * (1 << 15)
 
 
@@ -89,8 +89,8 @@ def test_long_token_lists_are_handled_off_the_event_loop(
 
 
 def test_long_texts_are_serialized_and_short_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise all threads of the process would tokenize for one client, and prompts of others would
-    wait."""
+    """If long texts were tokenized in parallel, one client could occupy all threads, and prompts of others
+    would wait."""
     application = Application(FakeEngine(), make_settings({}))
     begun, over, lock, running, most = threading.Semaphore(0), threading.Event(), threading.Lock(), 0, 0
     encode = Tokenizer.encode

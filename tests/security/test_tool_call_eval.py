@@ -20,7 +20,7 @@ FORMS = [
     '<minimax:tool_call><invoke name="f"><parameter name="a">{}</parameter></invoke></minimax:tool_call>',
     "<|tool_call>call:f{{a:{}}}<tool_call|>",
 ]
-"""Formats in which models write the call `f(a=...)`."""
+"""Formats in which models write the call `f(a=...)`, by the name of the parser."""
 KINDS: list[dict[str, Any]] = [{}, {"type": "array"}, {"type": "object"}, {"type": "integer"}]
 
 

@@ -63,7 +63,8 @@ def test_total_pixels_of_all_frames_are_limited() -> None:
 
 @pytest.mark.parametrize("count", [10**9, 0, -2, 1.5, "all", True])
 def test_num_frames_cannot_bypass_the_limit(count: Any) -> None:
-    """The decoded frames are within the limit, and those that would be kept are not."""
+    """All frames are within the limit for decoding, but the sampled frames would exceed their own, lower
+    limit."""
     engine, processor = video_engine(max_image_pixels=1000)
     url = data_url(gif(25, 5), "video/gif")
     error = send_video(engine, url, media_io_kwargs={"video": {"num_frames": count}})

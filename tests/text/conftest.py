@@ -1,4 +1,5 @@
-"""Small vocabularies, trained here: a byte-level one and a SentencePiece one, each also as GGUF metadata."""
+"""Small vocabularies that are trained here: a byte-level and a SentencePiece vocabulary, each also as GGUF
+metadata."""
 
 import io
 import json
@@ -36,7 +37,7 @@ SAMPLES = [
 
 @pytest.fixture(params=SAMPLES)
 def sample(request: pytest.FixtureRequest) -> str:
-    """Return each text in turn: Unicode, code, runs of spaces, digits, contractions."""
+    """Return, one per call, texts of several kinds: Unicode, code, runs of spaces, digits, contractions."""
     text: str = request.param
     return text
 

@@ -22,7 +22,7 @@ def plain_ids(backend: Backend, text: str) -> list[int]:
 
 
 def cut(pre: str, text: str) -> list[str]:
-    """Return the words that a pre-tokenizer makes of ASCII text."""
+    """Return the words into which a pre-tokenizer splits an ASCII text."""
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,

@@ -34,7 +34,8 @@ def allowed(grammars: Grammars, *matchers: Matcher) -> list[list[int]]:
 
 
 def write(grammars: Grammars, matcher: Matcher, num_tokens: int) -> str:
-    """Advance by allowed tokens, those with the highest id first."""
+    """Advance a matcher by allowed tokens, always that with the highest id; return the first verdict that
+    ends it."""
     verdict = ""
     for _ in range(num_tokens):
         (ids,) = allowed(grammars, matcher)
@@ -45,7 +46,7 @@ def write(grammars: Grammars, matcher: Matcher, num_tokens: int) -> str:
 def test_concurrent_sequences_do_not_wait_for_each_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a lexer, which stays warm for the next sequence."""
+    """Each running sequence has a lexer of its own, which later sequences reuse."""
     monkeypatch.setattr(grammar_lexers, "MAX_COMPILE_S", 1e9)
     several = [grammars.compile(WORDS) for _ in range(5)]
     lexers = [matcher.lexer for matcher in several]
@@ -68,7 +69,7 @@ def test_expensive_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pyt
 
 
 def test_full_lexer_is_not_shared(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library then refuses all sequences that share it."""
+    """A lexer with too many states would end all sequences that share it with an error."""
     monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 100)
     first = grammars.compile(WORDS)
     assert write(grammars, first, 100) == "limit"
@@ -83,7 +84,8 @@ def test_lexer_is_renewed_before_it_is_full(grammars: Grammars, monkeypatch: pyt
 
 
 def test_lexers_are_limited_in_bytes(grammars: Grammars) -> None:
-    """Long grammars, and those with many states, take megabytes each: 1,024 lexers would take gigabytes."""
+    """Lexers of long grammars, or with many states, take megabytes each: 1,024 of them would take
+    gigabytes."""
     texts = ["x" * 10_000 + str(number) for number in range(3)]
     choices = [StructuredOutputsParams(choice=[text]) for text in texts]
     sizes = [grammars.compile(params).lexer.num_bytes for params in choices]
@@ -109,7 +111,7 @@ def test_states_of_lexers_count(grammars: Grammars) -> None:
 
 
 def test_long_forced_texts_are_not_cached(vocabulary: Vocabulary) -> None:
-    """Thousands of them would take gigabytes."""
+    """Thousands of tokenized long texts would take gigabytes."""
     lengths: list[int] = []
 
     def encode(text: str) -> list[int]:

@@ -79,7 +79,8 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def as_sent(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversation as a client sends it: arguments as JSON text, no content beside calls."""
+    """Return the conversation as clients send it: with arguments as JSON text, and no content in messages
+    with calls."""
     sent = json.loads(json.dumps(conversation))
     for message in sent:
         for call in message.get("tool_calls", ()):

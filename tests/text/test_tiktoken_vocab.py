@@ -34,7 +34,7 @@ CORPUS = [
     "人工智能正在改变世界。模型支持超长上下文, 1万亿。日本語のテキスト。한국어 문장. Größe café",
 ]
 SPECIAL = {0: ("[BOS]", True), 1: ("[EOS]", True), 2: ("<|im_end|>", True), 21: ("<|media_pad|>", False)}
-"""Named tokens by their distance from the first reserved id."""
+"""Named special tokens, by the distance of their id from the first reserved id."""
 SAMPLES = [
     *CORPUS,
     "",
@@ -136,7 +136,8 @@ def test_special_tokens(both: tuple[Tokenizer, tiktoken.Encoding], ranks: dict[b
 
 
 def test_engine_starts_with_the_files_as_published(tmp_path: Path) -> None:
-    """Moonlight is a DeepSeek-V3 with a tiktoken.model: texts, answers and structured output need it."""
+    """Moonlight is a DeepSeek-V3 with a tiktoken.model: a whole engine reads texts and returns answers and
+    structured output."""
     path, _ = make_tiny("DeepseekV3ForCausalLM", tmp_path, vocab_size=512)
     (path / "tokenizer.json").unlink(missing_ok=True)
     write(path, {bytes([byte]): byte for byte in range(256)})

@@ -273,7 +273,8 @@ def test_token_bytes_join_to_the_text(request: pytest.FixtureRequest, kind: str,
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_truncation_keeps_the_special_tokens(side: str) -> None:
-    """The result equals the library's, which would have to be configured for all requests."""
+    """The truncated tokens equal those of the tokenizers library, which can only truncate for all requests
+    alike."""
     words = [*"abcdefghij", "[CLS]", "[SEP]"]
     backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -301,7 +302,7 @@ def test_sentence_transformers_lower_case(tmp_path: Path, byte_level: Backend) -
 
 
 def test_token_types_follow_model_input_names(tmp_path: Path) -> None:
-    """As in transformers, `model_input_names` decides."""
+    """As in transformers, `model_input_names` decides whether there are token types."""
     backend = Backend(models.WordLevel({"[SEP]": 0, "one": 1, "two": 2}, unk_token="[SEP]"))
     backend.post_processor = processors.TemplateProcessing(
         single="$A [SEP]", pair="$A [SEP] $B:1 [SEP]:1", special_tokens=[("[SEP]", 0)]

@@ -1,1 +1,2 @@
-"""Media of prompts: fetching, decoding, processing, caching. Nothing here imports torch."""
+"""Images, videos and audio of prompts: fetching, decoding, processing, caching. No file here imports
+torch."""

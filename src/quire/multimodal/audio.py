@@ -1,4 +1,4 @@
-"""Decoding of audio files to one channel, at their own sample rate."""
+"""Decoding of audio files to mono samples at the sample rate of the file."""
 
 import struct
 from collections.abc import Callable, Iterator
@@ -13,15 +13,16 @@ from quire.multimodal.limits import Take
 from quire.multimodal.processors import Audio
 
 MAX_SAMPLES = 1 << 28
-"""Largest number of samples of all channels: an hour and a half at 48 kHz."""
+"""Maximum number of samples of a file, summed over its channels: 1.5 hours of mono audio at 48 kHz."""
 MAX_RATE = 768_000
 _MAX_SAMPLE = 1e12
-"""Largest absolute sample: some clients send unscaled 32-bit integers; larger powers may overflow."""
+"""Maximum absolute sample. Clients may send unscaled 32-bit integers; the power of larger values may
+overflow."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _SAMPLE_BYTES = 8
-"""Bytes per sample while decoding: encoded or in a chunk, and as float32."""
+"""Bytes that are reserved per sample while decoding: for an intermediate copy and for the float32 result."""
 _RESERVED_SAMPLES = 1 << 20
-"""Samples for which memory is reserved at a time, where their number is unknown."""
+"""Number of samples for which memory is reserved at a time, if the length of the audio is unknown."""
 
 _Samples = NDArray[np.float32]
 _WIDTHS: dict[tuple[int, int], Callable[[memoryview], _Samples]] = {
@@ -32,18 +33,20 @@ _WIDTHS: dict[tuple[int, int], Callable[[memoryview], _Samples]] = {
     (_FLOAT, 32): lambda data: np.frombuffer(data, "<f4").astype(np.float32),
     (_FLOAT, 64): lambda data: np.frombuffer(data, "<f8").astype(np.float32),
 }
-"""Decoders of the samples of a WAV file to floats from -1 to 1, by format and bits."""
+"""Functions that convert the sample data of a WAV file to float32, by format code and bits per sample.
+Integers are scaled to the range from -1 to 1."""
 
 
 def decode_audio(data: bytes, take: Take = lambda num_bytes: None) -> Audio:
-    """Decode an audio file. `take` reserves memory before it is used."""
+    """Decode an audio file to mono samples. `take` is called with numbers of bytes to reserve."""
     if data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE":
         return _decode_wav(data, take)
     return _decode_with_pyav(data, take)
 
 
 def checked(samples: NDArray[Any], rate: int) -> Audio:
-    """Check samples [n] or [n, channels] and average the channels."""
+    """Return samples [n] or [n, channels] as mono audio, with the channels averaged. Raise a RequestError if
+    the samples or their rate are invalid."""
     if not 0 <= rate <= MAX_RATE:
         raise RequestError(f"a sample rate of {rate} Hz is not supported: the maximum is {MAX_RATE}")
     if not samples.size or samples.ndim > 2:
@@ -69,7 +72,7 @@ def _decode_wav(data: bytes, take: Take) -> Audio:
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield names and contents of chunks; a length beyond the end of the file is cut."""
+    """Yield the name and content of each chunk of a WAV file; content beyond the file's end is cut off."""
     place, view = 12, memoryview(data)
     while place + 8 <= len(data):
         name, length = struct.unpack_from("<4sI", data, place)

@@ -1,4 +1,4 @@
-"""Limits of the media bytes that one request and all requests hold at once."""
+"""Limits on the bytes of media in memory, for one request and for all requests together."""
 
 import asyncio
 import contextlib
@@ -10,20 +10,21 @@ from quire.errors import RequestError
 
 
 class ByteBudget:
-    """Number of bytes that all requests may hold. A hold that needs more bytes than are left waits for other
-    holds to end; the oldest hold never waits, so that there is no deadlock."""
+    """A limit on the bytes that all requests together may reserve. Each item reserves bytes through a
+    `BudgetHold`, which waits while too few are free. The oldest hold with bytes never waits: there is no
+    deadlock."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = self._left = num_bytes
         self._lock = threading.Lock()  # several event loops may share the budget
         self._holds: dict[BudgetHold, None] = {}
-        """Holds with bytes, the oldest first."""
+        """Holds that have reserved bytes, the oldest first."""
         self._waiting: list[Callable[[], object]] = []
-        """Callbacks that wake waiting holds."""
+        """Callbacks that wake the reservations which wait for free bytes."""
 
     @contextlib.contextmanager
     def hold(self, share: "BudgetShare | None" = None) -> Iterator["BudgetHold"]:
-        """Yield a hold; its bytes are released at the end."""
+        """Yield a hold through which one item reserves bytes; all of them are released at the end."""
         held = BudgetHold(self, share)
         try:
             yield held
@@ -39,7 +40,8 @@ class ByteBudget:
             await released.wait()
 
     def take_blocking(self, hold: "BudgetHold", num_bytes: int) -> None:
-        """Take bytes and block until they are free; raise a RequestError for more than the whole budget."""
+        """Reserve bytes for a hold, and block until they are free. Raise a RequestError if the hold would
+        have more bytes than the whole budget."""
         if hold.num_bytes + num_bytes > self._num_bytes:
             raise RequestError(
                 f"decoding it needs at least {hold.num_bytes + num_bytes} bytes, and all items together may "
@@ -52,7 +54,8 @@ class ByteBudget:
             released.wait()
 
     def _try_take(self, hold: "BudgetHold", num_bytes: int, wake: Callable[[], object]) -> bool:
-        """Try to take bytes; return whether that worked; if not, `wake` is called when some are free."""
+        """Try to reserve bytes; return whether enough are free. If not, `wake` is called when any are
+        released."""
         with self._lock:
             self._holds.setdefault(hold)
             if num_bytes <= self._left or next(iter(self._holds)) is hold:
@@ -77,7 +80,7 @@ class ByteBudget:
 
 
 class BudgetShare:
-    """The bytes of all items of one request, with their limit."""
+    """Limits the sum of the bytes of all items of one request."""
 
     def __init__(self, most: int) -> None:
         self._most, self._num_bytes = most, 0
@@ -92,28 +95,28 @@ class BudgetShare:
 
 
 class BudgetHold:
-    """The bytes that one item of a request holds of a budget."""
+    """The bytes of a `ByteBudget` that are reserved for one item of a request."""
 
     def __init__(self, budget: ByteBudget, share: BudgetShare | None) -> None:
-        """Without a share the bytes do not count towards the limit of a request."""
+        """`share` is the limit of the whole request; without it, the bytes do not count towards a request."""
         self._budget, self._share = budget, share
         self.num_bytes = 0
 
     async def take(self, num_bytes: int) -> None:
-        """Take bytes; raise a RequestError if the request exceeds its share."""
+        """Reserve bytes, and count them towards the request's limit; raise a RequestError above it."""
         self.count(num_bytes)
         await self._budget.take(self, num_bytes)
 
     def take_blocking(self, num_bytes: int) -> None:
-        """Take bytes in a thread; they do not count towards the share of the request."""
+        """Reserve bytes and block until they are free. They do not count towards the request's limit."""
         self._budget.take_blocking(self, num_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """Charge bytes to the request's share without holding them; raise a RequestError above its limit."""
+        """Count bytes towards the request's limit without reserving them; raise a RequestError above it."""
         if self._share is not None:
             self._share.add(num_bytes)
 
     def release(self, num_bytes: int) -> None:
-        """Release the bytes of a failed try."""
+        """Release bytes of a failed attempt, which no longer count towards the request's limit."""
         self.count(-num_bytes)
         self._budget.release(self, num_bytes)

@@ -1,4 +1,4 @@
-"""Fetching of urls, limited to allowed hosts and paths, in size and in time."""
+"""Fetching of urls of allowed hosts and paths, limited in size and time."""
 
 import asyncio
 import base64
@@ -30,7 +30,7 @@ _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry; the pause doubles with every further retry."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429)
-"""Statuses below 500 that are retried."""
+"""HTTP statuses below 500 after which a request is retried."""
 _MAX_LOOKUPS = 256
 """Maximum number of concurrent DNS lookups; slow lookups do not block other work."""
 _NOT_PUBLIC = tuple(
@@ -46,16 +46,16 @@ _NOT_PUBLIC = tuple(
 """Networks that are not public, although `is_global` of some Python versions accepts them."""
 _URL_SAFE = "/?&=%:@!$'()*+,;~[]|"
 _MAX_SHOWN = 80
-"""Characters of a url that errors show."""
+"""Maximum number of characters of a url in an error message."""
 
 
 class Blob(NamedTuple):
-    """The encoded bytes of an item."""
+    """The encoded bytes of an image, video or audio."""
 
     parts: tuple[bytes, ...]
-    """One part, or one for each frame of a video sent as images."""
+    """The bytes of a file, or of one file for each frame of a video that was sent as images."""
     media_type: str = ""
-    """Media type that the sender declared; empty: none."""
+    """Media type that the sender declared; empty if none."""
 
 
 class _Transient(Exception):
@@ -64,7 +64,7 @@ class _Transient(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Target of one hop."""
+    """Target of one HTTP request: a url, or the url of a redirect."""
 
     url: str
     parts: SplitResult
@@ -103,8 +103,9 @@ class Fetcher:
         return ssl.create_default_context()
 
     async def fetch(self, url: str, modality: str, hold: BudgetHold) -> Blob:
-        """Fetch a url. Raise Unreachable if that fails, and a RequestError if a data: url is invalid. The
-        bytes are charged to `hold`; waiting for the budget does not count towards the timeout."""
+        """Return the bytes of a url, which are reserved through `hold`. The time to wait for free bytes does
+        not count towards the timeout. Raise Unreachable if fetching fails, and a RequestError if a data: url
+        is invalid."""
         scheme = url[: url.find(":")].lower()
         if (read := {"data": self._decode_url, "file": self._read_file}.get(scheme)) is not None:
             blob = await asyncio.get_running_loop().run_in_executor(self._threads, read, url)
@@ -185,7 +186,7 @@ class Fetcher:
         raise AssertionError
 
     async def _follow(self, url: str, take: Take) -> Blob:
-        """Fetch a url and follow redirects; every hop is checked like the first."""
+        """Fetch a url and follow redirects. The url of each redirect is checked like the first url."""
         target = _target(url)
         for _ in range(self._num_hops + 1):
             answer = await self._get(target, take)
@@ -226,8 +227,8 @@ class Fetcher:
         raise _Transient(reason)
 
     async def _addresses(self, target: _Target) -> list[str]:
-        """Resolve the host once and check every address. The connection uses these addresses, so that a
-        second DNS answer cannot change the target."""
+        """Resolve the host, and raise Unreachable unless all of its addresses are allowed. The connection
+        uses these addresses, so that a second DNS answer cannot change the target."""
         is_allowed = target.host in self._domains
         if self._domains and not is_allowed:
             raise Unreachable(f"{target.host} is not one of the hosts of --allowed-media-domains")
@@ -245,7 +246,7 @@ class Fetcher:
 
 
 async def _take(hold: BudgetHold, timer: asyncio.Timeout, num_bytes: int) -> None:
-    """Take bytes of the budget; the timeout is suspended meanwhile."""
+    """Reserve bytes through `hold`; the timeout is suspended until they are free."""
     loop, end = asyncio.get_running_loop(), timer.when()
     assert end is not None
     left = end - loop.time()
@@ -255,7 +256,7 @@ async def _take(hold: BudgetHold, timer: asyncio.Timeout, num_bytes: int) -> Non
 
 
 class Lookups:
-    """Resolves host names, each in a daemon thread: the system may take minutes to report a failure."""
+    """Resolves host names, each in a daemon thread, since the system may take minutes to report a failure."""
 
     def __init__(self, most: int) -> None:
         self._most = most

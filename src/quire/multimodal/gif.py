@@ -5,13 +5,14 @@ from quire.errors import RequestError
 _MAX_FRAMES = 10_000
 _MAX_BLOCKS = 1 << 21
 _MAX_COMMENT_BLOCKS = 256
-"""Limit of comment blocks: decoders concatenate them in quadratic time."""
+"""Maximum number of comment blocks, since decoders concatenate them in quadratic time."""
 _IMAGE, _EXTENSION, _END = 0x2C, 0x21, 0x3B
 _COMMENT = 0xFE
 
 
 def count_frames(data: bytes) -> int:
-    """Count the frames; raise a RequestError for too many blocks. Truncated files are not detected."""
+    """Count the frames of a GIF file; raise a RequestError for too many blocks. Truncated files are not
+    detected."""
     place = 13 + _table_bytes(data[10:11])
     frames = blocks = comments = 0
     while place < len(data) and data[place] != _END:
@@ -38,5 +39,5 @@ def count_frames(data: bytes) -> int:
 
 
 def _table_bytes(flags: bytes) -> int:
-    """Return the size of the colour table that a byte of flags declares."""
+    """Return the bytes of the colour table that a byte of flags declares; 0 if it declares none."""
     return 3 << (flags[0] & 7) + 1 if flags and flags[0] & 0x80 else 0

@@ -14,11 +14,11 @@ _MAX_HEAD_BYTES = 1 << 16
 
 
 Take = Callable[[int], Awaitable[None]]
-"""Takes this number of bytes from the budget, and waits until they are free."""
+"""Function that reserves this number of bytes for received data, and waits until they are free."""
 
 
 class HttpAnswer(NamedTuple):
-    """A complete response."""
+    """A complete HTTP response."""
 
     status: int
     headers: dict[str, str]
@@ -38,9 +38,9 @@ async def get(
     max_bytes: int,
     take: Take,
 ) -> HttpAnswer:
-    """Send a GET for `host` to `address`. Raise an OverflowError if the body is larger than `max_bytes`,
-    before it is read completely, and an OSError if the connection fails. `take` is called with the size of
-    each chunk."""
+    """Send a GET request to the IP address `address`; `host` is the TLS server name, and `netloc` the Host
+    header. `take` is called with the size of each received chunk. Raise an OverflowError as soon as the body
+    is known to exceed `max_bytes`, and an OSError if the connection fails."""
     reader, writer = await asyncio.open_connection(
         address, port, ssl=tls, server_hostname=host if tls is not None else None
     )
@@ -63,7 +63,7 @@ async def get(
 
 
 class _ResponseReader:
-    """A response that is being read. The parser calls the `on_` methods."""
+    """Reader of an HTTP response that arrives in chunks. The parser (httptools) calls the `on_` methods."""
 
     def __init__(self, max_bytes: int) -> None:
         self.is_complete = False
@@ -89,7 +89,8 @@ class _ResponseReader:
             raise ConnectionError("the headers of its response are too long")
 
     def end(self) -> None:
-        """Handle a closed connection, which ends a response without a length."""
+        """Handle the end of the connection. It completes a response without a stated length; any other
+        response is incomplete, and a ConnectionError is raised."""
         framed = "content-length" in self._headers or "transfer-encoding" in self._headers
         if not self._in_body or framed:
             raise ConnectionError("the connection was closed before the response was complete")

@@ -15,37 +15,37 @@ from quire.multimodal.gif import count_frames
 from quire.multimodal.limits import DecodeLimits
 
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
-"""Formats of Pillow that contain only pixels."""
+"""Accepted image formats, by Pillow's names. Files of these formats contain only pixels."""
 _WHITE = (255, 255, 255)
 _MARKUP = (b"<", b"\xef\xbb\xbf<", b"\x1f\x8b")
 """First bytes of SVG, HTML and gzipped SVG."""
 _ICON = b"\0\0\1\0"
 _HEAD_BYTES = 1024
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}
-"""Bytes per pixel in Pillow, by mode; all other modes take 4."""
+"""Bytes per pixel of a decoded Pillow image, by mode; images of all other modes have 4."""
 _DECODER_BYTES = {"WEBP": 13, "AVIF": 8, "JPEG2000": 24, "GIF": 8}
-"""Bytes per pixel that decoders use beside the image, by format, as measured with Pillow 13."""
+"""Bytes per pixel that a decoder uses besides the decoded image, by format, as measured with Pillow 13."""
 _PROGRESSIVE = 6
-"""Bytes per pixel that the decoder of a progressive JPEG uses."""
+"""Bytes per pixel that the decoder of a progressive JPEG uses besides the decoded image."""
 _RGB_BYTES = 4
 _STRIP_ROWS = 256
 
 
 def decode_image(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Image.Image:
-    """Decode the first image of a file, rotated by its EXIF orientation."""
+    """Decode the first image of a file to RGB, rotated by its EXIF orientation."""
     background = background_of(options)
     with opened(data, limits) as image:
         num_pixels = image.width * image.height
         limits.take(num_pixels * pixel_bytes(image))
         image.load()
-        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # some files have EXIF after the pixels
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # EXIF data may follow the pixels
             limits.take(num_pixels * _STORED_BYTES.get(image.mode, 4))
             ImageOps.exif_transpose(image, in_place=True)
         return to_rgb(image, background)
 
 
 def pixel_bytes(image: Image.Image) -> int:
-    """Return the bytes per pixel that decoding the image and converting it to RGB takes at most."""
+    """Return the maximum of bytes per pixel that are used to decode the image and to convert it to RGB."""
     stored = _STORED_BYTES.get(image.mode, 4)
     decoder = _DECODER_BYTES.get(image.format or "", 0)
     if image.format == "JPEG" and image.info.get("progressive"):
@@ -59,7 +59,8 @@ def pixel_bytes(image: Image.Image) -> int:
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = _WHITE) -> Image.Image:
-    """Convert to RGB: transparency shows the background, and 16 bits are cut to the upper 8."""
+    """Convert an image to RGB: transparent pixels show the background; 16-bit values keep the upper 8
+    bits."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.mode.startswith("I"):
@@ -73,7 +74,8 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = _WHITE) -> Ima
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit or 32-bit greys to 8 bits in strips: whole copies take several times the memory."""
+    """Convert an image with 16-bit or 32-bit grey values to 8 bits, in strips of rows: copies of the whole
+    image would take several times its memory."""
     _, most = image.getextrema()
     is_wide = image.mode != "I" or (isinstance(most, int | float) and most > 255)
     grey = Image.new("L", image.size)
@@ -103,7 +105,8 @@ def background_of(options: Mapping[str, Any]) -> tuple[int, int, int]:
 
 @contextmanager
 def opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
-    """Open an image and read only its header; raise a RequestError if its size exceeds the limits."""
+    """Open an image file and read only its header. Raise a RequestError if its format or size is not allowed,
+    and in place of any exception of a decoder."""
     head = data[:_HEAD_BYTES].lstrip()
     if head.startswith(_MARKUP):
         kind = "an SVG, which is not supported" if b"<svg" in head.lower() else "markup or gzip"
@@ -129,20 +132,20 @@ def opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
 
 @functools.cache
 def _formats() -> list[str]:
-    """Return the allowed formats that this Pillow was built with."""
+    """Return the accepted image formats that the installed Pillow can decode."""
     Image.init()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
 def allow_pixels(count: int) -> None:
-    """Raise Pillow's process-wide limit of pixels, which is twice MAX_IMAGE_PIXELS, to at least `count`."""
+    """Raise Pillow's limit of pixels in this process, twice MAX_IMAGE_PIXELS, to at least `count`."""
     if Image.MAX_IMAGE_PIXELS is not None and count > 2 * Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = count // 2 + 1
 
 
 def _check_icon(data: bytes) -> None:
-    """Refuse icons with images of another size than their directory states: Pillow trusts the directory, and
-    decodes the image as soon as the file is opened."""
+    """Raise a RequestError for an .ico file if the size of an image differs from the size in the file's
+    directory. Pillow relies on the directory, and decodes the image as soon as the file is opened."""
     (count,) = struct.unpack_from("<H", data, 4)
     for place in range(6, 6 + 16 * count, 16):
         width, height, *_, offset = struct.unpack_from("<BBBBHHII", data, place)
@@ -150,6 +153,6 @@ def _check_icon(data: bytes) -> None:
             size = struct.unpack_from(">II", data, offset + 16)
         else:
             width_stored, height_stored = struct.unpack_from("<ii", data, offset + 4)
-            size = width_stored, abs(height_stored) // 2  # the mask is stored below the image
+            size = width_stored, abs(height_stored) // 2  # the stored height includes a mask
         if size != (width or 256, height or 256):
             raise RequestError("it is an icon with an image of another size than its directory has")

@@ -1,7 +1,8 @@
-"""Image operations of all processors: resize, crop, tile, normalize, as in transformers with Pillow."""
+"""Image operations of the processors: resize, crop, tile, normalize, as in transformers with Pillow."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +17,9 @@ from quire.data.multimodal import TABLE, Array, Arrays
 from quire.errors import ConfigError, RequestError, nearest
 
 Pixels = NDArray[np.uint8]
-"""[height, width, 3]"""
+"""RGB pixels, [height, width, 3]."""
 Size = tuple[int, int]
-"""Height and width."""
+"""Height and width in pixels, or rows and columns of a grid."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
@@ -28,11 +29,11 @@ _LARGEST = 1e4
 """Upper bound of normalized pixel values."""
 _MAX_PARTS = 64
 _MAX_SIDE = 8192
-"""Largest side that a request may set."""
+"""Maximum height or width in pixels that settings may have."""
 _MAX_AREA = 2**26
-"""Largest number of pixels after a resize: an image of one pixel row could become gigabytes."""
+"""Maximum number of pixels of a resized image: an image of one pixel row could be resized to gigabytes."""
 MAX_FRAMES = 768
-"""Largest number of frames of a video: each may be resized to a megabyte, however small it was."""
+"""Maximum number of frames of a video. Even tiny frames are resized to up to a megabyte each."""
 IMAGE_ARGUMENTS = (
     "do_resize",
     "size",
@@ -44,38 +45,33 @@ IMAGE_ARGUMENTS = (
     "image_std",
     "do_convert_rgb",
 )
-"""Arguments for images that a request may pass to every processor."""
+"""Names of the mm_processor_kwargs that image processors accept."""
 
 
-def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) -> ConfigReader:
-    """Read the processor settings of a checkpoint, which override the `defaults` of the family: the section
-    `part` of processor_config.json, else preprocessor_config.json."""
-    newer, older = path / "processor_config.json", path / "preprocessor_config.json"
-    section = read_json(newer).get(part) if newer.is_file() else None
-    source = newer
+def stored_settings(
+    path: Path, part: str = "image_processor", *, older: str = "preprocessor_config.json", **defaults: Any
+) -> ConfigReader:
+    """Read the settings of a checkpoint's processor: the section `part` of processor_config.json if it
+    exists, else the file `older`. The `defaults` apply to settings that are missing there."""
+    source = path / "processor_config.json"
+    section = read_json(source).get(part) if source.is_file() else None
     if not isinstance(section, dict):
-        source, section = older, read_json(older) if older.is_file() else {}
+        source = path / older
+        section = read_json(source) if source.is_file() else {}
     values = {key: value for key, value in section.items() if value is not None}
     return ConfigReader(str(source), {**defaults, **values})
 
 
 def video_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
-    """Read the video processor's settings, from processor_config.json or video_preprocessor_config.json.
-
-    Return `otherwise` if the checkpoint has neither.
-    """
-    newer, video_file = path / "processor_config.json", path / "video_preprocessor_config.json"
-    if newer.is_file() and isinstance(read_json(newer).get("video_processor"), dict):
-        return stored_settings(path, "video_processor")
-    if video_file.is_file():
-        return ConfigReader(
-            str(video_file), {key: value for key, value in read_json(video_file).items() if value is not None}
-        )
-    return otherwise
+    """Read the video processor's settings from processor_config.json or else video_preprocessor_config.json.
+    Return `otherwise` if the checkpoint has neither."""
+    settings = stored_settings(path, "video_processor", older="video_preprocessor_config.json")
+    return settings if Path(settings.source).is_file() else otherwise
 
 
 def processor_settings(path: Path) -> ConfigReader:
-    """Read processor_config.json, the settings of the processor of images and texts; empty without it."""
+    """Read processor_config.json, the settings of the processor of images and text; empty if it is
+    missing."""
     file = path / "processor_config.json"
     return ConfigReader(str(file), read_json(file) if file.is_file() else {})
 
@@ -83,7 +79,8 @@ def processor_settings(path: Path) -> ConfigReader:
 def override_settings(
     stored: ConfigReader, arguments: Mapping[str, Any], known: Collection[str]
 ) -> ConfigReader:
-    """Return the stored settings, overridden by the mm_processor_kwargs of a request."""
+    """Return the settings of a checkpoint, overridden by `arguments`, the mm_processor_kwargs of a request.
+    Raise a RequestError for a name that is not in `known`."""
     for name in arguments:
         if name not in known:
             raise RequestError(
@@ -94,19 +91,25 @@ def override_settings(
     return ConfigReader("mm_processor_kwargs", {**stored.values, **arguments})
 
 
-def wrong_argument(error: ConfigError) -> RequestError:
-    return RequestError(str(error), "mm_processor_kwargs")
+@contextmanager
+def argument_errors() -> Iterator[None]:
+    """Raise a ConfigError as a RequestError, since the mm_processor_kwargs of a request caused it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise RequestError(str(error), "mm_processor_kwargs") from error
 
 
 @dataclass(frozen=True)
 class PixelScaling:
-    """Rescaling and normalization of pixels, applied by the worker: bytes are cheaper to send than floats."""
+    """Rescaling and normalization of pixel values. The worker applies it with a lookup table, so that pixels
+    are sent as bytes instead of floats."""
 
     scale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     is_narrow: bool = False
-    """Whether every operation is rounded to bfloat16."""
+    """Whether the result of every operation is rounded to bfloat16."""
 
     @classmethod
     def read(
@@ -125,7 +128,7 @@ class PixelScaling:
 
     @cached_property
     def _table(self) -> NDArray[np.float32]:
-        """Return the normalized value of each byte and channel, [3, 256]."""
+        """Return the lookup table, [3, 256]: the normalized value of each byte by colour channel."""
         rounded = _narrowed if self.is_narrow else np.asarray
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             out = np.tile(np.arange(256, dtype=np.float64), (3, 1))
@@ -135,24 +138,26 @@ class PixelScaling:
                 table = rounded((rounded(table - mean) / std).astype(np.float32))
         return table
 
-    def __call__(self, pixels: NDArray[np.uint8], **more: NDArray[np.uint8]) -> Arrays:
-        """Transpose [..., height, width, 3] to [..., 3, height, width], as bytes with their table."""
-        arrays = {"pixels": pixels, **more}
+    def __call__(self, pixels: NDArray[np.uint8] | None = None, **more: NDArray[np.uint8]) -> Arrays:
+        """Return byte arrays transposed from [..., height, width, 3] to [..., 3, height, width], by name,
+        with the table that normalizes them."""
+        arrays = more if pixels is None else {"pixels": pixels, **more}
         return self.to_arrays(
             **{name: np.stack([array[..., i] for i in range(3)], axis=-3) for name, array in arrays.items()}
         )
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the normalized pixels, [..., 3, height, width]."""
+        """Return normalized pixels as floats, transposed from [..., height, width, 3] to [..., 3, height,
+        width]."""
         return np.stack([self._table[i][pixels[..., i]] for i in range(3)], axis=-3)
 
     def to_arrays(self, **arrays: NDArray[np.uint8]) -> Arrays:
-        """Return bytes [..., 3, height, width] with the table by which the vision encoder normalizes them."""
+        """Return byte arrays [..., 3, height, width], by name, with the table that normalizes them."""
         return {name: Array.of(array) for name, array in arrays.items()} | {TABLE: Array.of(self._table)}
 
 
 def _narrowed(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Round to bfloat16."""
+    """Return float32 numbers rounded to the nearest bfloat16."""
     bits = numbers.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
@@ -171,7 +176,7 @@ def _per_channel(keys: ConfigReader, key: str, default: tuple[float, ...]) -> tu
 
 
 def count_of(keys: ConfigReader, key: str, default: int) -> int:
-    """Read how many tiles or crops an image may have; raise a ConfigError above the limit."""
+    """Read the maximum number of tiles or crops of an image; raise a ConfigError if it is too large."""
     count = keys.size(key, default)
     if count > _MAX_PARTS:
         raise keys.wrong(key, f"{_MAX_PARTS} at most")
@@ -205,7 +210,8 @@ def resized(image: Image.Image, size: Size, resample: Image.Resampling) -> Pixel
 
 
 def size_of(keys: ConfigReader, key: str = "size") -> dict[str, int]:
-    """Read a size: some of height, width, shortest_edge, longest_edge; a single number is a square's side."""
+    """Read an image size in pixels: a dict with some of height, width, shortest_edge and longest_edge. In the
+    file, it may also be a list of height and width, or the side of a square."""
     size = keys.get(key)
     if isinstance(size, int) and not isinstance(size, bool):
         size = {"height": size, "width": size}
@@ -220,7 +226,8 @@ def size_of(keys: ConfigReader, key: str = "size") -> dict[str, int]:
 
 
 def fitted(size: Mapping[str, int], image: Size) -> Size:
-    """Return the size to resize an image to: exactly `size`, or with its shortest edge in proportion."""
+    """Return the height and width to resize an image to: exactly those of `size`, or its shortest edge, with
+    the other edge in proportion."""
     if "height" in size and "width" in size:
         return size["height"], size["width"]
     if "shortest_edge" in size and "longest_edge" not in size:
@@ -231,8 +238,17 @@ def fitted(size: Mapping[str, int], image: Size) -> Size:
     raise ConfigError(f"an image cannot be resized to {dict(size)}: set height and width, or shortest_edge")
 
 
+def fit_size(image: Size, bounds: Size, *, rounding: Callable[[float], int] = math.floor) -> Size:
+    """Return the largest height and width within `bounds` that have the aspect ratio of the image."""
+    (height, width), (high, wide) = image, bounds
+    along, down = wide / width, high / height
+    if along < down:
+        return max(1, min(rounding(height * along), high)), wide
+    return high, max(1, min(rounding(width * down), wide))
+
+
 def center_cropped(pixels: Pixels, size: Size) -> Pixels:
-    """Return the center of an image, padded with zeros where the image is too small."""
+    """Return the center of an image, cut to this size. An image that is too small is padded with zeros."""
     height, width = pixels.shape[:2]
     high, wide = size
     if high > height or wide > width:
@@ -246,7 +262,7 @@ def center_cropped(pixels: Pixels, size: Size) -> Pixels:
 
 
 def pad_to_square(image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
-    """Return the image in the center of a square that is filled with the mean colour."""
+    """Pad an image to a square with the image in the center. `mean` is the padding's colour, from 0 to 1."""
     width, height = image.size
     side = max(image.size)
     if width == height:
@@ -258,7 +274,8 @@ def pad_to_square(image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
 
 
 def tiled(pixels: Pixels, tile: Size) -> NDArray[np.uint8]:
-    """Cut an image of whole tiles row by row: [tiles, height, width, 3]."""
+    """Cut an image into tiles of this size: [tiles, height, width, 3], row by row. The sides of the image are
+    multiples of those of a tile."""
     high, wide = tile
     rows, columns = pixels.shape[0] // high, pixels.shape[1] // wide
     grid = pixels.reshape(rows, high, columns, wide, 3).transpose(0, 2, 1, 3, 4)

@@ -1,4 +1,4 @@
-"""Media items as users send them, and their cache keys."""
+"""Images, videos and audio as requests contain them, and their cache keys."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -16,43 +16,45 @@ from quire.multimodal.processors import Audio, ProcessedItem, Video
 
 
 class MediaLink(NamedTuple):
-    """An item that has to be fetched."""
+    """The url of an image, video or audio file that has to be fetched."""
 
     url: str
 
 
 class Base64Media(NamedTuple):
-    """An item as base64 text."""
+    """An image, video or audio file as base64 text."""
 
     text: str
 
 
 Embeds = dict[str, NDArray[Any]]
-"""Embeddings in place of an item, with values such as its grid."""
+"""Embeddings that a user sends in place of an item: arrays by name, such as `embeds` and `image_grid_thw`."""
 Source = MediaLink | Base64Media | Blob | Image.Image | Video | Audio | Embeds | None
 
 
 @dataclass(slots=True)
 class MediaInput:
-    """One item of a prompt."""
+    """One image, video or audio of a prompt, as the request contains it."""
 
     modality: str
     source: Source
-    """Content of the item; None: it must be cached under its uuid."""
+    """Content of the item. None if the request has only the uuid of an item, which must be in the cache."""
     place: str
-    """Place of the item in the request, for error messages."""
+    """Description of the item's position in the request, for error messages."""
     param: str | None = None
     """Request field to name in errors."""
     uuid: str | None = None
-    """Identifier that the client chose, used in place of the content."""
+    """Identifier that the client chose. It replaces the content in the cache key."""
     salt: str | None = None
-    """Cache salt of the uuid: only requests with the same salt share the item."""
+    """Cache salt of the request. Items with a uuid are shared only by requests with the same salt."""
     scope: str = ""
-    """Cache scope of the request (data/cache_scope.py): items of two scopes have different keys."""
+    """Cache scope of the request, such as its API key. Items of different scopes have different cache
+    keys."""
 
     @property
     def text(self) -> str | None:
-        """Return the text of an item sent as a data: url or base64, if it is ASCII and has no uuid."""
+        """Return the text of an item that was sent as a data: url or as base64. Return None for other items,
+        items with a uuid, and text that is not ASCII."""
         match self.source:
             case MediaLink(text) if text[:5].lower() == "data:":
                 pass
@@ -67,10 +69,10 @@ class MediaInput:
 
 
 class MediaKeys:
-    """Computes cache keys: equal for the same content with the same arguments."""
+    """Computes cache keys of items: hashes that are equal for the same content and processing arguments."""
 
     def __init__(self, algorithm: str) -> None:
-        """`algorithm` is mm_hasher_algorithm; without the package blake3, sha256 replaces blake3."""
+        """`algorithm` is mm_hasher_algorithm. If it is blake3 and that package is missing, sha256 is used."""
         self._new: Any = getattr(hashlib, algorithm, hashlib.sha256)
         if algorithm == "blake3":
             try:
@@ -88,8 +90,8 @@ class MediaKeys:
         return self._of(*scope, item.modality.encode(), how, *named)
 
     def fitted(self, key: bytes, processed: ProcessedItem) -> bytes:
-        """Return the key of an item with a uuid. The key includes the shapes, so that an item of another user
-        with the same uuid cannot break the encoder."""
+        """Return the cache key of a processed item with a uuid, from its name `key` (a hash of the uuid) and
+        its shapes. With the shapes, a different item with the same uuid cannot break the encoder."""
         arrays = {name: (array.dtype, array.shape) for name, array in (processed.arrays or {}).items()}
         form = msgspec.json.encode((processed.token_ids, processed.runs, arrays), order="sorted")
         return self._of(key, form)
@@ -97,7 +99,7 @@ class MediaKeys:
     def _of(self, *pieces: Any) -> bytes:
         digest = self._new()
         for piece in pieces:
-            # With the length before each piece, different lists of pieces never hash the same bytes.
+            # The length before each piece ensures that different lists of pieces have different bytes.
             digest.update(memoryview(piece).nbytes.to_bytes(8, "little"))
             digest.update(piece)
         result: bytes = digest.digest()
@@ -106,7 +108,7 @@ class MediaKeys:
 
 def _contents(source: Source) -> Iterable[Any]:
     match source:
-        case MediaLink(text) | Base64Media(text):  # the text, not the content behind it
+        case MediaLink(text) | Base64Media(text):  # the url or base64 text itself
             return [type(source).__name__.encode(), text.encode()]
         case Blob(parts, media_type):
             return [b"file", b"frames" if media_type == "video/jpeg" else b"", *parts]

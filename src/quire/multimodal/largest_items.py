@@ -1,4 +1,4 @@
-"""Sizes of the largest items that an engine plans for."""
+"""Sizes of the largest images, videos and audio for which an engine reserves memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,16 +15,17 @@ from quire.multimodal.processors import PROCESSORS, Audio, Content, CountsVideoV
 from quire.text.tokenizer import Tokenizer
 
 _SIZES = {"image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",)}
-"""Names of the sizes in limit_mm_per_prompt, in the order of `Processor.largest`."""
+"""Names of size limits in limit_mm_per_prompt, in the order of the sizes that `Processor.largest` returns."""
 _RATE = 16000
 
 
 def largest_items(
     path: Path, media: MediaFacts, section: MultimodalSection, tokenizer: Tokenizer | None, longest: int
 ) -> dict[str, int]:
-    """Return the number of vectors of the largest item of each enabled modality, at most `longest`, the
-    number of tokens of the longest prompt. Without a tokenizer the number is `longest`. Cross-attended items
-    have a fixed size."""
+    """Return the number of embeddings of the largest possible item by enabled modality.
+
+    The number is at most `longest`, the maximum number of prompt tokens; without a tokenizer it is `longest`.
+    Models that cross-attend to an item, such as Whisper, have a fixed number."""
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     names = [name for name in media.modalities if limits[name]]
     if media.num_cross_states:
@@ -36,10 +37,10 @@ def largest_items(
 
 
 def _num_vectors(processor: Processor, modality: str, section: MultimodalSection) -> int:
-    """Return the processor's maximum, or process a blank item where settings limit sizes or set arguments.
+    """Return the number of embeddings of the largest possible item of a modality. It is the processor's
+    maximum, unless settings limit the size or change processing: then a blank item is processed.
 
-    The vectors of a video are counted without processing, which would take long for the largest video.
-    """
+    The embeddings of a video are counted without processing, which would take long for the largest video."""
     limit = section.limit_mm_per_prompt.get(modality)
     sizes = limit if isinstance(limit, dict) and limit.keys() - {"count"} else {}
     if not sizes and (modality == "audio" or not section.mm_processor_kwargs):

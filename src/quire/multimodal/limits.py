@@ -1,4 +1,4 @@
-"""Limits of the size of decoded items and of the memory for decoding."""
+"""Limits on the size of decoded images, videos and audio, and on the memory used to decode them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,14 +7,16 @@ from quire.errors import RequestError
 from quire.multimodal.processors import Video
 
 Check = Callable[[Video], None]
-"""Takes a black video of the size to decode; raises a RequestError if it is too large."""
+"""Function that gets a black video of the final size before a video is decoded. It raises a RequestError if
+the video has too many tokens for a prompt."""
 Take = Callable[[int], None]
-"""Reserves bytes for decoding once they are free; raises a RequestError for more than the whole budget."""
+"""Function that reserves this many bytes for decoding, and waits until they are free. It raises a
+RequestError for more bytes than can ever be free."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """Limits for decoding one item."""
+    """Limits for decoding one image, video or audio file."""
 
     max_pixels: int
     """Largest number of pixels of an image."""
@@ -22,7 +24,7 @@ class DecodeLimits:
     take: Take = lambda num_bytes: None
 
     def check_pixels(self, width: int, height: int, count: int = 1, *, times: int = 1) -> None:
-        """Refuse `count` frames of this size if they have more than `times * max_pixels` pixels together."""
+        """Raise a RequestError if `count` frames of this size have more than `times * max_pixels` pixels."""
         num_pixels, most = width * height * count, times * self.max_pixels
         if num_pixels > most:
             prefix = f"{count} frames of " if count > 1 else ""

@@ -12,29 +12,30 @@ from quire.multimodal.processors import Audio
 
 Samples = NDArray[np.float32]
 _CROSSINGS = 64
-"""Zero crossings of the sinc on each side."""
+"""Zero crossings on each side of the sinc, the filter that resamples audio."""
 _PASSED = 0.95
-"""Cutoff as a fraction of the lower Nyquist frequency: the pass band ends at 0.9, and nothing aliases from 1
-on."""
+"""Cutoff of the filter, as a fraction of the lower of both Nyquist frequencies. The pass band ends at 0.9,
+and nothing aliases from 1 on."""
 _KAISER_BETA = 10.0
 """Shape of the Kaiser window: the stop band is attenuated by 100 dB."""
 _POINTS = 2048
-"""Points of the filter table between two zero crossings."""
+"""Points of the filter's table between two zero crossings."""
 _PHASES = 1000
-"""Largest number of filter phases: a ratio that needs more is approximated to some millionths."""
+"""Maximum number of phases of the filter. Other ratios of sample rates are approximated to some
+millionths."""
 _AT_ONCE = 1 << 14
 """Output samples that are computed at once."""
 _LEAST_HZ = 1000
 _LINEAR_HZ, _LINEAR_MELS = 1000.0, 15.0
-"""The mel scale is linear up to this frequency and logarithmic above."""
+"""Frequency in Hz, and the same in mels, up to which the mel scale is linear; above, it is logarithmic."""
 _MELS_PER_LOG = 27 / math.log(6.4)
 _QUIETEST = 1e-10
 _FRAMES = 4096
-"""Frames with spectra in memory at once."""
+"""Maximum number of frames whose spectra are in memory at once."""
 
 
 def resampled(sound: Audio, rate: int, most: int) -> Samples:
-    """Convert audio to this sample rate; return the first `most` samples."""
+    """Convert audio to the sample rate `rate`, and return at most the first `most` samples."""
     samples = sound.samples
     if sound.rate == rate:
         return samples[:most]
@@ -59,7 +60,8 @@ def resampled(sound: Audio, rate: int, most: int) -> Samples:
 
 
 def _filtered(samples: Samples, taps: Samples, step: int, count: int) -> Samples:
-    """Return the dot products of the taps with `count` windows of samples, at a stride of `step`."""
+    """Return the dot products of the filter `taps` with `count` windows of the samples. Each window begins
+    `step` samples after the one before."""
     wide = -(-len(taps) // step)
     if step == 1 or wide == 1:
         around = np.lib.stride_tricks.sliding_window_view(samples, len(taps))
@@ -82,7 +84,7 @@ def _filtered(samples: Samples, taps: Samples, step: int, count: int) -> Samples
 
 @lru_cache
 def _filter() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the right half of a Kaiser-windowed sinc: positions in zero crossings, and values."""
+    """Return the right half of a Kaiser-windowed sinc filter: positions, in zero crossings, and values."""
     places = np.linspace(0, _CROSSINGS, _CROSSINGS * _POINTS + 1)
     window = np.i0(_KAISER_BETA * np.sqrt(1 - (places / _CROSSINGS) ** 2)) / np.i0(_KAISER_BETA)
     return places, np.sinc(places) * window
@@ -113,8 +115,8 @@ def log_mel(
     hop: int = 160,
     is_cut: bool = False,
 ) -> Samples:
-    """Return the log-mel spectrogram, [frames, mels], clipped at 80 dB below its maximum. The samples are
-    padded with silence to `frames * hop`, unless `is_cut`."""
+    """Return the log-mel spectrogram, [frames, mels], clipped at 80 dB below its maximum and scaled as for
+    Whisper. The samples are padded with silence to `frames * hop`, unless `is_cut`."""
     length = len(samples) if is_cut else min(len(samples) + 2 * fft, frames * hop)
     signal = np.zeros(length, np.float64)
     signal[: len(samples)] = samples[: len(signal)]

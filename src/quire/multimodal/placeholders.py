@@ -1,4 +1,4 @@
-"""Expansion of the placeholders (`marks`) of items in a prompt to spans of placeholder tokens."""
+"""Expansion of the placeholder (mark) of each item in a prompt to the item's span of placeholder tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,17 +12,17 @@ from quire.multimodal.processors import Processor, merges_tokens, stands_alone
 _ID_BYTES = 4
 Mark = tuple[int, ...]
 Join = Callable[[int, int], int | None]
-"""Signature of `Joins.joined`."""
+"""Signature of `MergesTokens.joined`: returns the token that two adjacent tokens merge into, or None."""
 
 
 def place(
     token_ids: Sequence[int], prepared: Sequence[PreparedItem], processor: Processor
 ) -> tuple[list[int], Media]:
-    """Return the tokens with the span of every item, and the media with their positions.
+    """Return the prompt's tokens with the span of every item, and the media with the positions of the spans.
 
-    The spans of a modality replace its marks in order. A prompt may also contain the spans already. Items of
-    a modality without a mark have no span.
-    """
+    Each mark is the placeholder of an item in the prompt. The marks of a modality are replaced by the spans
+    of its items, in order. A prompt may also contain the spans already. Items of a modality without marks, to
+    which the model cross-attends, have no span."""
     if stands_alone(processor):
         processor.check_alone(token_ids, len(prepared))
         return list(prepared[0].processed.token_ids), Media([_build_item(0, prepared[0])])
@@ -45,7 +45,7 @@ def place(
 
 
 def _find_marks(token_ids: Sequence[int], marks: dict[str, Mark]) -> list[tuple[int, Mark]]:
-    """Return the index and the tokens of every mark in the prompt."""
+    """Return the position and the tokens of every mark in the prompt. `marks` are the tokens by modality."""
     first: dict[int, list[Mark]] = {}
     for mark in sorted({*marks.values()}, key=len, reverse=True):
         first.setdefault(mark[0], []).append(mark)
@@ -64,7 +64,7 @@ def _find_marks(token_ids: Sequence[int], marks: dict[str, Mark]) -> list[tuple[
 def _match_items(
     mark_places: Sequence[tuple[int, Mark]], prepared: Sequence[PreparedItem], marks: dict[str, Mark]
 ) -> list[tuple[int, PreparedItem]]:
-    """Match each mark to the next item of its modality."""
+    """Match each mark to the next item of its modality; return pairs of the mark's position and the item."""
     left, matched = list(prepared), []
     for at, mark in mark_places:
         fitting = next((k for k, item in enumerate(left) if marks[item.modality] == mark), None)
@@ -93,7 +93,7 @@ def _replace_marks(
 
 
 def _append(tokens: list[int], more: Sequence[int], joined: Join) -> int:
-    """Append tokens; return how many of them were merged into the token before (0 or 1)."""
+    """Append tokens. Return 1 if the first was merged with the last token before it, else 0."""
     both = joined(tokens[-1], more[0]) if tokens and more else None
     if both is None:
         tokens += more
@@ -110,8 +110,8 @@ def _never_joined(before: int, after: int) -> int | None:
 def _find_spans(
     token_ids: Sequence[int], prepared: Sequence[PreparedItem], joined: Join = _never_joined
 ) -> list[MediaItem] | None:
-    """Find the spans that the prompt already contains, in order; None if one is missing. The first and last
-    tokens of a span may be merged with the tokens around it."""
+    """Return the items at the spans that the prompt already contains, in order, or None if a span is missing.
+    The first and last tokens of a span may be merged with adjacent tokens."""
     tokens, items, end = _bytes(token_ids), list[MediaItem](), 0
     for item in prepared:
         span = item.processed.token_ids
@@ -138,12 +138,12 @@ def _find(tokens: bytes, pattern: bytes, start: int) -> int | None:
 
 
 def _bytes(token_ids: Sequence[int]) -> bytes:
-    """Return the ids as bytes: `bytes.find` searches in linear time."""
+    """Return the token ids as bytes, since `bytes.find` searches in linear time."""
     return np.asarray(token_ids, np.int32).tobytes()
 
 
 def _build_item(offset: int, item: PreparedItem, num_merged: int = 0) -> MediaItem:
-    """Build the item of a span without its first `num_merged` tokens, which belong to the text."""
+    """Build the item of a span without its first `num_merged` tokens, which are merged with the text."""
     processed = item.processed
     return MediaItem(
         modality=item.modality,

@@ -32,11 +32,11 @@ Options = Mapping[str, Any]
 _AT_ONCE = 16
 """Maximum number of items of one request that are prepared concurrently."""
 _REQUESTS = 4
-"""Number of requests that may hold the maximum of media bytes at once; other requests wait."""
+"""Number of requests that may have the maximum of media bytes in memory at once; further requests wait."""
 _LONG = 1 << 17
-"""Number of characters from which on the digest of a text is computed in a thread."""
+"""Minimum number of characters of a text for which its digest is computed in a thread."""
 _TEXTS_BYTES, _TEXT_BYTES = 16 << 20, 512
-"""Bytes of the cache of known texts, and of one entry: only digests are kept."""
+"""Maximum bytes of the cache of known texts, and estimated bytes of an entry. Only digests are cached."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class PreparedItem:
     key: bytes
     processed: ProcessedItem
     raw: "RawItem | None" = None
-    """The unprocessed item, if its arrays are only in the engine core, which may evict them."""
+    """The unprocessed item, to process again if the engine core, which alone has the arrays, evicts them."""
 
 
 class RawItem(NamedTuple):
@@ -59,21 +59,21 @@ class RawItem(NamedTuple):
 
 
 class KnownText(NamedTuple):
-    """An item that was sent before as the same text (a data: url or base64)."""
+    """A text (a data: url or base64) of an item that was sent before."""
 
     name: bytes
     """Name of the item in the processor cache."""
     num_bytes: int
-    """Size of the item's content."""
+    """Size in bytes of the decoded text."""
 
 
 class EqualItems:
-    """The items of one request by name: equal items are processed once."""
+    """The items of one request by their name in the processor cache: equal items are processed once."""
 
     def __init__(self) -> None:
         self._locks: dict[bytes, asyncio.Lock] = {}
         self.processed: dict[bytes, tuple[bytes, ProcessedItem]] = {}
-        """Key and processed item, by name."""
+        """Cache key and processed item, by name."""
 
     def lock(self, name: bytes) -> asyncio.Lock:
         """Return the lock under which the item of this name is processed."""
@@ -81,7 +81,7 @@ class EqualItems:
 
 
 class MediaProcessor:
-    """Fetches items, and decodes and processes them in threads. A process has one instance per model."""
+    """Fetches, decodes and processes items in threads. A process has one instance per model."""
 
     def __init__(
         self,
@@ -105,12 +105,12 @@ class MediaProcessor:
         )
         self._keys = MediaKeys(section.mm_hasher_algorithm)
         self._texts: Lru[KnownText] = Lru(_TEXTS_BYTES)
-        """Items sent as text, by digest: known texts are not decoded again."""
+        """Items that were sent as text, by digest, so that known texts are not decoded again."""
         self._reading, self._arguments = section.media_io_kwargs, section.mm_processor_kwargs
         self._max_pixels, self._max_bytes = env.max_image_pixels, int(env.media_max_mb * 2**20)
         self._fetching = ByteBudget(_REQUESTS * self._max_bytes)
         self._decoding = ByteBudget(_REQUESTS * self._max_bytes)
-        """Budget of decoded bytes. It is separate from `_fetching`, so that the two cannot deadlock."""
+        """Budget of bytes for decoding, apart from the budget for fetching, so that they cannot deadlock."""
         allow_pixels(self._max_pixels)
 
     def prepare_sync(
@@ -125,8 +125,9 @@ class MediaProcessor:
     async def prepare(
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
-        """Prepare the items of one prompt, in order. `arguments` are mm_processor_kwargs, `reading` are
-        media_io_kwargs; both override those of the server. An error names its item and cancels the others."""
+        """Fetch, decode and process the items of one prompt, and return them in order. `arguments` are
+        mm_processor_kwargs, `reading` are media_io_kwargs; both override those of the server. An error names
+        its item and cancels the others."""
         (prepared,) = await self.prepare_each([items], arguments, reading)
         return prepared
 
@@ -136,7 +137,7 @@ class MediaProcessor:
         arguments: Options | None = None,
         reading: Options | None = None,
     ) -> list[list[PreparedItem]]:
-        """Prepare the items of several prompts of one request."""
+        """Fetch, decode and process the items of several prompts of one request, as `prepare` does."""
         merged = {**self._arguments, **(arguments or {})}
         for item in chain.from_iterable(prompts):
             item.scope = CACHE_SCOPE.get()
@@ -197,26 +198,27 @@ class MediaProcessor:
         return PreparedItem(raw.item.modality, key, processed, None if is_here else raw)
 
     async def _digest(self, raw: RawItem) -> bytes | None:
-        """Return the digest of an item that was sent as text, and of its arguments; None for other items."""
+        """Return a digest of an item that was sent as text; None for other items, or without a cache."""
         text = raw.item.text
         if text is None or not self.processor_cache.is_open:
             return None
         return self._keys.of(*raw) if len(text) < _LONG else await self._in_thread(self._keys.of, *raw)
 
     async def _name_item(self, raw: RawItem, hold: BudgetHold) -> tuple[RawItem, bytes]:
-        """Load the content of an item without a uuid; return the item and its name in the cache."""
+        """Return the item and its name in the cache. Without a uuid, the content is loaded to compute the
+        name."""
         if raw.item.uuid is None:
             raw = raw._replace(item=await self._load_content(raw.item, hold))
         return raw, await self._in_thread(self._keys.of, *raw)
 
     async def _process_item(self, name: bytes, raw: RawItem, hold: BudgetHold) -> tuple[bytes, ProcessedItem]:
-        """Return the key of the item and the processed item."""
+        """Load, decode and process an item; return its cache key and the processed item."""
         item = await self._load_content(raw.item, hold)
         processed = await self._in_thread(self._decode_and_process, item, raw.arguments, raw.options)
         return (name if item.uuid is None else self._keys.fitted(name, processed)), processed
 
     async def process_again(self, prepared: Sequence[PreparedItem]) -> dict[bytes, Arrays]:
-        """Process again the items that the engine core has lost; return the arrays by key."""
+        """Process again the items that the engine core has evicted; return the arrays by cache key."""
         share = BudgetShare(self._max_bytes)
 
         async def process_one(known_key: bytes, raw: RawItem) -> Arrays | None:
@@ -237,7 +239,7 @@ class MediaProcessor:
         return {key: arrays for key, arrays in zip(raws, results, strict=True) if arrays is not None}
 
     async def decode_audio(self, data: bytes, rate: int, max_seconds: float) -> Samples:
-        """Decode an audio file to samples at this rate."""
+        """Decode an audio file to mono samples at this rate; raise a RequestError beyond `max_seconds`."""
 
         def decode_samples() -> Samples:
             with self._decoding.hold() as hold:
@@ -252,7 +254,8 @@ class MediaProcessor:
         return await self._in_thread(decode_samples)
 
     async def _load_content(self, item: MediaInput, hold: BudgetHold) -> MediaInput:
-        """Fetch or decode the content of an item, within the byte budget."""
+        """Return the item with the content of its url or base64 text. The bytes are reserved through
+        `hold`."""
         source = item.source
         if isinstance(source, MediaLink):
             source = await self._fetcher.fetch(source.url, item.modality, hold)
@@ -276,7 +279,7 @@ class MediaProcessor:
             return self.processor.process(item.modality, content, arguments)
 
     def _check_video(self, arguments: Options, video: Video) -> None:
-        """Refuse a video that does not fit a prompt before it is decoded into memory."""
+        """Raise a RequestError for a video with more tokens than a prompt may have, before it is decoded."""
         if self._max_tokens is None or not isinstance(self.processor, CountsVideoVectors):
             return
         count = self.processor.num_vectors(video, arguments)

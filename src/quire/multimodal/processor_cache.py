@@ -1,4 +1,4 @@
-"""Cache of processed items, for later prompts with the same items."""
+"""Cache of processed images, videos and audio, for later prompts with the same items."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +15,11 @@ from quire.system.shared_cache import SharedCache
 
 log = get_logger(__name__)
 _ID_BYTES = 8
-"""Bytes of a token id in a list."""
+"""Estimated bytes of a token id in a Python list."""
 
 
 class _CacheEntry(NamedTuple):
-    """A cached item, with the place of its arrays if they are in shared memory."""
+    """A cached item with its cache key, and the location of its arrays if they are in shared memory."""
 
     key: bytes
     processed: ProcessedItem
@@ -27,20 +27,22 @@ class _CacheEntry(NamedTuple):
 
 
 class ProcessorCache:
-    """Cache of processed items of one API process. With `replicated` the engine core keeps the arrays: it
-    evicts in the same order, and arrays that the core has are not sent again. With an `arena` the arrays are
-    in shared memory, and only references to them are sent."""
+    """Cache of the processed items of one API process.
+
+    If `replicated`, the engine core caches the arrays, and this cache only follows which items the core has,
+    by the same order of eviction. Arrays that the core has are not sent again. With an `arena`, the arrays
+    are in shared memory, and only references to them are sent."""
 
     def __init__(self, max_bytes: int, *, replicated: bool = False, arena: SharedArena | None = None) -> None:
         self._entries: Lru[_CacheEntry] = Lru(max_bytes, self._on_drop)
-        """Items by name; the name is the key, except for items with a uuid."""
+        """Cached items by name. The name is the cache key, or a hash of the uuid for items with a uuid."""
         self._arena = arena
         self._is_shared = True
-        """Whether the engine core can read the arena."""
+        """Whether the engine core can read the shared memory of the arena."""
         self._core_keys: Lru[None] | None = Lru(max_bytes) if replicated else None
-        """Keys of the arrays that the engine core has."""
+        """Cache keys of the items whose arrays the engine core has; None if not `replicated`."""
         self.count: Callable[[int, int], None] = lambda queries, hits: None
-        """Called with the numbers of lookups and of hits."""
+        """Function that is called with the numbers of lookups and of hits."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -54,7 +56,8 @@ class ProcessorCache:
         return self._entries.num_bytes
 
     def find(self, name: bytes) -> tuple[bytes, ProcessedItem] | None:
-        """Return the key and the processed item, without arrays if the engine core has them."""
+        """Return the cache key and the processed item of a name, or None if it is not cached. The item has no
+        arrays if the engine core has them."""
         entry = self._entries.get(name) if self.is_open else None
         if entry is not None and self._core_keys is not None and entry.key not in self._core_keys:
             entry = None
@@ -64,7 +67,8 @@ class ProcessorCache:
         return None if entry is None or processed is None else (entry.key, processed)
 
     def put(self, name: bytes, key: bytes, processed: ProcessedItem) -> ProcessedItem:
-        """Store a processed item; return the item to use from now on, which may refer to shared memory."""
+        """Store a processed item. Return the item to use from now on, which may refer to arrays in shared
+        memory."""
         num_bytes = size_of(processed.arrays or {}) + _ID_BYTES * len(processed.token_ids)
         entry = _CacheEntry(key, processed if self._core_keys is None else replace(processed, arrays=None))
         if self._arena is not None:
@@ -82,7 +86,8 @@ class ProcessorCache:
     # ---- shared memory
 
     def _store(self, arena: SharedArena, arrays: Arrays) -> SharedObject | None:
-        """Store arrays in shared memory, evicting the oldest unused items; return None without space."""
+        """Store arrays in shared memory, evicting the oldest unused items; return None if there is no
+        space."""
         if (size := size_of(arrays)) > arena.max_parcel_bytes:
             _warn(size, "mm_shm_cache_max_object_size_mb", arena.max_parcel_bytes)
             return None
@@ -97,7 +102,8 @@ class ProcessorCache:
         return None
 
     def _with_place(self, entry: _CacheEntry) -> ProcessedItem | None:
-        """Return the item; None if its place in shared memory was just overwritten."""
+        """Return the item of an entry, with a reference to its arrays if they are in shared memory. Return
+        None if that memory was just overwritten."""
         if self._arena is None or entry.shared is None:
             return entry.processed
         stored = self._arena.share(entry.shared)
@@ -114,20 +120,21 @@ class ProcessorCache:
     # ---- the engine core's copy
 
     def clear_core_keys(self) -> None:
-        """Assume that the engine core has no arrays. Arrays that the core still has are older than all later
-        arrays, so that they are evicted first."""
+        """Forget which arrays the engine core has, so that all arrays are sent again. The core evicts its
+        earlier arrays before any that are sent later."""
         if self._core_keys is not None:
             self._core_keys.clear()
 
     def reset_core(self) -> None:
-        """Reset after the engine core died; the next core may be able to read the arena."""
+        """Forget the state of a dead engine core. The next core may be able to read the shared memory."""
         self.clear_core_keys()
         if self._arena is not None:
             self._arena.reset_receiver()
             self._is_shared = True
 
     def lacks(self, media: Media) -> bool:
-        """Return whether some item has no arrays here, none in shared memory and none in the engine core."""
+        """Return whether the arrays of any item are neither in the item, in shared memory nor in the engine
+        core."""
         return any(
             item.arrays is None and item.stored is None and not self._is_in_core(item.key)
             for item in media.items
@@ -137,7 +144,8 @@ class ProcessorCache:
         return self._core_keys is not None and key in self._core_keys
 
     def outgoing(self, media: Media, *, all_arrays: bool = False) -> Media:
-        """Return the media to send to the engine core: without arrays that it has, unless `all_arrays`."""
+        """Return the media to send to the engine core: without arrays that the core has, unless
+        `all_arrays`."""
         if self._arena is not None:
             return self._refer_to_arena(self._arena, media, all_arrays)
         if self._core_keys is None:
@@ -160,8 +168,8 @@ class ProcessorCache:
         return msgspec.structs.replace(media, items=sent)
 
     def _refer_to_arena(self, arena: SharedArena, media: Media, all_arrays: bool) -> Media:
-        """Replace arrays by references to shared memory; send them if the engine core cannot read it
-        (`all_arrays`)."""
+        """Return the media with references to shared memory in place of arrays. If the engine core cannot
+        read that memory, which it reports with `all_arrays`, the arrays are included."""
         if all_arrays and self._is_shared:
             log.warning(
                 "The engine core cannot open the shared memory of media: arrays are sent over the socket. "
@@ -180,7 +188,7 @@ class ProcessorCache:
 
 
 class SharedProcessorCache(ProcessorCache):
-    """Cache of processed items with their arrays, which all API processes of a server share."""
+    """Cache of processed items with their arrays that all API processes of a server share."""
 
     def __init__(self, shared: SharedCache) -> None:
         super().__init__(shared.max_bytes)

@@ -1,4 +1,4 @@
-"""Containers that need a codec, opened with PyAV where it is installed."""
+"""Opening of audio and video files with PyAV, if it is installed."""
 
 import io
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ _KINDS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x00\x00\x01\xba", "mpeg"),
     (0, b"G", "mpegts"),
 )
-"""Offset and bytes of the signature of a format, and FFmpeg's name for it. FFmpeg is given the name, so that
-it never opens a playlist, which refers to other files."""
+"""Offset and bytes of the signature of each format, and FFmpeg's name for the format. FFmpeg gets the name,
+since it would otherwise detect playlists, too, and open the files that they refer to."""
 
 
 @contextmanager
 def opened(data: bytes, what: str) -> Iterator[Any]:
-    """Open a container. `what` names the modality in errors."""
+    """Open an audio or video file as a PyAV container. `what` is the modality in error messages."""
     name = next((name for at, mark, name in _KINDS if data.startswith(mark, at)), None)
     if name is None:
         raise RequestError(f"it is not {what}, or its format is not supported")

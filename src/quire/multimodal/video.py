@@ -1,4 +1,4 @@
-"""Decoding of video files: a number of evenly spaced frames."""
+"""Decoding of video files to a number of evenly spaced frames."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,20 @@ from quire.multimodal.processors import Video
 
 _NUM_FRAMES = 32
 _MAX_FRAMES = 100_000
-"""Largest number of frames of a video file: all frames before the last sampled one are decoded."""
+"""Maximum number of frames of a video file. All frames up to the last sampled one are decoded."""
 _DECODE_S = 60.0
 _MAX_SAMPLED = 2
-"""Largest number of pixels of all sampled frames, as a multiple of an image's limit."""
+"""Maximum number of pixels of all sampled frames together, as a multiple of the limit of one image."""
 _MAX_ANIMATED = 4
-"""Largest number of pixels of all frames of an animated image, as a multiple of an image's limit."""
+"""Maximum number of pixels of all frames of an animated image, as a multiple of the limit of one image."""
 _CODEC_BYTES = 24
-"""Bytes of a codec per pixel of a frame: up to 16 reference frames of 1.5 bytes per pixel."""
+"""Bytes that a codec uses per pixel of a frame: up to 16 reference frames with 1.5 bytes per pixel."""
 _PICTURE_BYTES = 20
-"""Bytes per pixel of an animated image: the canvas, the next frame, and the next frame as RGB."""
+"""Bytes per pixel to decode an animated image: for the canvas, the next frame, and that frame as RGB."""
 
 
 def decode_video(blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
-    """Decode a video, with Pillow if it is an animated image or single frames, else with PyAV."""
+    """Decode a video: with Pillow if it is an animated image or consists of images, else with PyAV."""
     data = blob.parts[0]
     if blob.media_type == "video/jpeg" or len(blob.parts) > 1:
         return _decode_frames(blob.parts, options, limits)
@@ -40,7 +40,8 @@ def decode_video(blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -
 
 
 def sample_indices(total: int, fps: float | None, options: Mapping[str, Any]) -> list[int]:
-    """Return the indices of the sampled frames: `num_frames` (-1: all), and at most `fps` per second."""
+    """Return the indices of the evenly spaced frames to sample from `total` frames at `fps` frames per
+    second. The options are `num_frames` (-1: all) and `fps`, the maximum number of frames per second."""
     count, wanted = options.get("num_frames", _NUM_FRAMES), options.get("fps")
     if type(count) is not int or (count < 1 and count != -1):
         raise _wrong("num_frames", "a positive integer, or -1 for all", count)
@@ -58,7 +59,7 @@ def _wrong(name: str, what: str, value: Any) -> RequestError:
 
 
 def _decode_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: DecodeLimits) -> Video:
-    """Decode a video that was sent as images: all of them, unless `num_frames` is set."""
+    """Decode a video that was sent as images: all of them, unless the option `num_frames` is set."""
     indices = sample_indices(len(parts), None, {"num_frames": -1, **options})
     frames: _Frames | None = None
     for index in indices:
@@ -77,7 +78,7 @@ def _decode_animation(data: bytes, options: Mapping[str, Any], limits: DecodeLim
         total = count_frames(data) if data.startswith(b"GIF8") else getattr(image, "n_frames", 1)
         limits.check_pixels(*image.size, total, times=_MAX_ANIMATED)
         limits.take(image.width * image.height * _PICTURE_BYTES)
-        image.load()  # some files have the duration of a frame only with its pixels
+        image.load()  # a frame's duration may only be known with its pixels
         length_ms = image.info.get("duration")
         fps = 1000 / length_ms if length_ms else None
         indices = sample_indices(total, fps, options)
@@ -123,8 +124,8 @@ def _decode_file(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) 
 
 
 def _begin_size(largest: int, width: int, height: int, limits: DecodeLimits) -> int:
-    """Reserve the memory of a codec for frames of this size, if earlier ones had fewer pixels: the size in
-    the header may be wrong. Return the pixels of the largest frame."""
+    """Reserve the memory that a codec needs for a frame of this size, beyond that for the `largest` frame so
+    far, in pixels. Return the new largest number. Frames may be larger than the file's header states."""
     if width * height > largest:
         limits.check_pixels(width, height)
         limits.take((width * height - largest) * _CODEC_BYTES)
@@ -132,7 +133,7 @@ def _begin_size(largest: int, width: int, height: int, limits: DecodeLimits) -> 
 
 
 def _count(container: Any, stream: Any) -> int:
-    """Count the frames by their packets, without decoding: the number in the header may be wrong."""
+    """Count the frames of a video by its packets, without decoding: the header's number may be wrong."""
     total = 0
     for packet in container.demux(stream):
         total += packet.size > 0
@@ -160,8 +161,8 @@ class _Frames:
         limits: DecodeLimits,
         picture_bytes: int = 0,
     ) -> None:
-        """Reserve memory for all frames, and `picture_bytes` per pixel of one frame. `size`: width and
-        height. Raise a RequestError if the frames are too large."""
+        """Reserve memory for all frames, and `picture_bytes` per pixel of one frame for the decoder. `size`
+        is width and height. Raise a RequestError if the frames are too large."""
         limits.check_pixels(*size, len(indices), times=_MAX_SAMPLED)
         self.size, self._indices, self._fps, self._total = size, indices, fps, total
         limits.check(Video.black(len(indices), *size, *self._facts(len(indices))))
@@ -170,7 +171,7 @@ class _Frames:
         self._count = 0
 
     def _facts(self, count: int) -> tuple[float | None, int, tuple[int, ...], float | None]:
-        """Return the fields of `Video` after `frames`, if there are `count` frames."""
+        """Return the fields of `Video` after `frames`, if the first `count` sampled frames were decoded."""
         sampled_fps = None if self._fps is None else self._fps * count / self._total
         return sampled_fps, self._total, tuple(self._indices[:count]), self._fps
 

@@ -2,7 +2,7 @@
 
 
 def _alphabet() -> dict[str, int]:
-    """Return the byte of each character of the alphabet; printable bytes stand for themselves."""
+    """Return the byte of each character of the alphabet; a printable byte is its own character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

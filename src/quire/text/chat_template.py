@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ContentFormat = Literal["string", "openai"]
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of text parts, and the field that holds the text."""
+"""Types of text parts, with the names of their fields that contain the text."""
 _MEDIA_PARTS = ("image", "video", "audio")
 _NO_TEMPLATE = "this model has no chat template; start with `--chat-template FILE` to give it one"
 _TAIL_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -76,7 +76,7 @@ def _merge_developer_messages(conversation: list[dict[str, Any]], template: str)
 
 
 def shipped_templates() -> dict[str, Path]:
-    """Return the templates that ship with Quire, by name, for models with a template that lacks tools."""
+    """Return the template files of Quire by name; they are for models whose own template has no tools."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 
 
@@ -104,7 +104,7 @@ def choose_template(
 
 @dataclass(slots=True)
 class MediaMarkers:
-    """Placeholder texts of media, for templates that take only strings."""
+    """Placeholder texts of images, videos and audio, for templates that take only strings."""
 
     text: Callable[[str, int], str]
     """Function of the modality and the item's number, from 1, that returns the placeholder."""
@@ -285,7 +285,7 @@ def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
-    """Remove the tag, and the text that the template wrote after the final message."""
+    """Remove the tag after the final message, and the text that the template wrote behind it."""
     tag = _TAIL_TAG.strip()
     end = text.rfind(tag)
     if end < 0 or final_text.strip() not in text:
@@ -306,7 +306,7 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
     except TemplateError as error:
         raise RequestError(f"the chat template rejected the conversation: {error.message}") from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # Errors of Python in the template's expressions.
+        # Exceptions of Python in the template's expressions.
         raise RequestError(f"the chat template failed on the conversation: {error}") from error
 
 

@@ -12,7 +12,8 @@ _CONTEXT = 6
 
 
 class Detokenizer:
-    """The output text of one request. Call `read`, or with stop strings `push` and `take_delta`."""
+    """Converts the output tokens of a request to text, by `read` or, for stop strings, `push` and
+    `take_delta`."""
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class Detokenizer:
         return self.stopped_by
 
     def take_delta(self, final: bool = False) -> str:
-        """Return the text to stream: the new text since the last call, except for its end, which may be the
-        beginning of a stop string. With `final` the end is returned, too."""
+        """Return the new text since the last call, to stream it. Its end is held back while it may be the
+        beginning of a stop string; with `final`, the end is returned, too."""
         num_held = 0 if final or self.stopped_by is not None else self._num_held
         end = max(self._num_streamed, len(self.text) - num_held)
         delta = self.text[self._num_streamed : end]
@@ -109,7 +110,7 @@ def _first_stop(text: str, num_before: int, stops: Iterable[str]) -> tuple[int, 
 
 
 class _ByteStream:
-    """Stream for byte-level decoders: concatenates the bytes of tokens and decodes UTF-8 incrementally."""
+    """Stream for token-by-token decoders: joins the bytes of tokens and decodes UTF-8 incrementally."""
 
     def __init__(self, table: TokenBytes, skipped: frozenset[int], prompt_ids: Sequence[int]) -> None:
         self._table = table
@@ -148,8 +149,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Stream for other decoders: decodes the previous and the new tokens together, and removes the text of
-    the previous tokens."""
+    """Stream for all other decoders: decodes the previous and the new tokens together, and removes the text
+    of the previous tokens."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _SPACE = "▁"
 _SENTENCEPIECE = ("llama", "gemma4")
-"""Kinds of vocabularies with escaped spaces; the vocabulary of Gemma 4 always has merges."""
+"""Values of tokenizer.ggml.model for vocabularies with escaped spaces. That of Gemma 4 always has merges."""
 _SOURCE = "the GGUF file"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -49,7 +49,7 @@ _DEEPSEEK_V3 = (
 )
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕ"
-    # Escaped where another character looks and normalises the same.
+    # Characters are escaped if another one looks the same after normalization.
     "\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
     "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
     "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d"
@@ -62,10 +62,10 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class GGUFPreTokenizer:
-    """Pre-tokenization of a byte-level vocabulary."""
+    """How texts are split into words before byte-level BPE."""
 
     splits: tuple[str, ...]
-    """Regexes, each applied to the pieces of the regex before."""
+    """Regexes, each applied to the pieces that the regex before it returns."""
     whole_words: bool = False
     """Whether a word that is a token stays undivided, regardless of the merges."""
     add_bos: bool = False
@@ -144,7 +144,8 @@ def read_vocab(metadata: Mapping[str, Any]) -> GGUFVocab:
     special = _special_tokens(metadata, tokens)
     if kind == "gpt2":
         pre_tokenizer = _pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
-        backend = _byte_level(tokens, _merges(_required_list(metadata, "merges")), pre_tokenizer)
+        vocab = {token: i for i, token in enumerate(tokens)}
+        backend = byte_level_bpe(_SOURCE, vocab, _merges(_required_list(metadata, "merges")), pre_tokenizer)
         add_bos = pre_tokenizer.add_bos
     else:
         backend = _sentencepiece(tokens, metadata, unk_token=special.get("unk_token"))
@@ -192,7 +193,7 @@ def _merges(lines: Sequence[str]) -> list[tuple[str, str]]:
     return [(line[:cut], line[cut + 1 :]) for line, cut in cuts]
 
 
-def bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+def _bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     """Build the BPE model of a vocabulary; `source` is the name of its file for the error message."""
     try:
         return models.BPE(vocab=vocab, merges=merges, **options)
@@ -200,11 +201,11 @@ def bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **opt
         raise ConfigError(f"{source}: the vocabulary and the merges do not match: {error}") from error
 
 
-def _byte_level(
-    tokens: Sequence[str], merges: list[tuple[str, str]], pre_tokenizer: GGUFPreTokenizer
+def byte_level_bpe(
+    source: str, vocab: dict[str, int], merges: list[tuple[str, str]], pre_tokenizer: GGUFPreTokenizer
 ) -> Tokenizer:
-    vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(bpe(_SOURCE, vocab, merges, ignore_merges=pre_tokenizer.whole_words))
+    """Build the tokenizer of a byte-level vocabulary; `source` is the name of its file for errors."""
+    backend = Tokenizer(_bpe(source, vocab, merges, ignore_merges=pre_tokenizer.whole_words))
     if pre_tokenizer.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -223,7 +224,7 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], unk_token
     else:
         scores = _required_list(metadata, "scores")
         merges = merges_by_rank({token: -scores[i] for token, i in vocab.items()})
-    backend = Tokenizer(bpe(_SOURCE, vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(_bpe(_SOURCE, vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     escape = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), escape] if prefix else [escape])
@@ -233,8 +234,8 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], unk_token
 
 
 def merges_by_rank(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that join to a token, the token of the lowest rank first, as SentencePiece
-    and tiktoken do."""
+    """Return the BPE merges of a vocabulary: all pairs of tokens that join to a token, the token of the
+    lowest rank first, as in SentencePiece and tiktoken."""
     return [
         (left, right)
         for token in sorted(ranks, key=ranks.__getitem__)

@@ -32,21 +32,22 @@ MAX_CACHED_TEXTS, MAX_CACHED_CHARS = 4096, 256
 """Number of tokenized texts that are cached, and the length in characters of the longest cached text.
 Grammars often force the same short texts."""
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
-"""Whitespace between JSON tokens, unless a request sets it. It is bounded since small models write endless
-newlines."""
+"""Regex of whitespace between JSON tokens, unless a request sets its own. Its length is limited, since small
+models write endless newlines."""
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SHORT = (1, 3, 5, 8, 12)
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{n}}}" for n in _SHORT), f"{_IN_STRINGS}+"]
-"""Slices of the vocabulary that llguidance tests as a whole: if all tokens of a slice are allowed, they are
-not tested one by one. Short slices are for strings of limited length (benchmarks/grammar_masks.py)."""
+"""Subsets of the vocabulary, as regexes, that llguidance tests as a whole: if all tokens of a slice are
+allowed, they are not tested one by one. Short slices are for strings of limited length
+(benchmarks/grammar_masks.py)."""
 COMPILING_THREADS = 2
 MIN_PARALLEL = 4
-"""Number of matchers from which several threads are faster than one thread."""
+"""Minimum number of matchers for which several threads are faster than one."""
 CORE_SHARE = 3 / 8
-"""Share of the cores that fill masks while a device computes. More threads would start later and slow down
-the scheduler."""
+"""Share of the CPU cores that fill token masks while a device computes. More threads would start late and
+delay the scheduler."""
 SLOW_FILL_S = 1.5e-3
-"""If the last masks took more seconds than these to fill, all cores fill the next masks."""
+"""Seconds to fill the masks of a step, above which all CPU cores fill the masks of the next step."""
 
 _CLASSES = {r"\d": "[:digit:]", r"\D": "[:^digit:]", r"\w": "[:word:]", r"\W": "[:^word:]"}
 
@@ -93,7 +94,7 @@ class _WrappedVocabulary:
 
 
 class Grammars:
-    """The grammars of one vocabulary, each compiled once and cached."""
+    """Compiles grammars over one vocabulary, and caches them."""
 
     def __init__(
         self,
@@ -105,9 +106,9 @@ class Grammars:
         """Create an empty cache.
 
         `vocabulary` is called for the first grammar, since most engines never need it. `num_threads` is the
-        number of compute threads, if masks are filled on their cores between steps; None if other cores fill
-        masks while a device computes. `switches` are the fields of StructuredOutputsParams that are on for
-        all requests. At most `max_bytes` of lexers are kept."""
+        number of threads that fill masks on the compute cores between steps; None if masks are filled on
+        other cores while a device computes. `switches` are the fields of StructuredOutputsParams that are on
+        for all requests. At most `max_bytes` of compiled grammars are cached."""
         self._vocabulary = vocabulary
         self._switches = dict.fromkeys(switches, True)
         self._num_threads = num_threads
@@ -117,11 +118,11 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._is_slow = False
-        """Whether filling the last masks took long."""
+        """Whether the masks of the last step took long to fill (SLOW_FILL_S)."""
 
     def compile(self, params: StructuredOutputsParams) -> Matcher:
-        """Return a matcher at the start of the grammar. Raise a RequestError if the constraint is invalid,
-        matches no text, is not supported or exceeds a limit. The first call opens the vocabulary."""
+        """Return a matcher for a new sequence. Raise a RequestError if the constraint is invalid, matches no
+        text, is not supported or exceeds a limit. The first call takes about a second longer."""
         key = digest_of(params)
         with self._lock:
             lexers = self._compiled.get(key)
@@ -137,7 +138,8 @@ class Grammars:
             self._add(key, params, None)
 
     def _add(self, key: bytes, params: StructuredOutputsParams, lexers: Lexers | None) -> Lexer:
-        """Compile one more lexer of a grammar, or its first, and cache the lexer."""
+        """Compile a lexer of a grammar and cache it. `lexers` has the cached lexers of the grammar, if
+        any."""
         params = msgspec.structs.replace(params, **self._switches)
         grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()
@@ -148,7 +150,7 @@ class Grammars:
         return lexer
 
     def begin(self, params: StructuredOutputsParams) -> Future[Matcher]:
-        """Run `compile` in a thread."""
+        """Run `compile` in a thread, and return its future."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="quire-grammar")
         return self._threads.submit(self.compile, params)
@@ -160,12 +162,12 @@ class Grammars:
 
     @cached_property
     def num_words(self) -> int:
-        """Number of 32-bit words of a mask."""
+        """Number of 32-bit words of a token mask, which has a bit per token."""
         return -(-self.open().vocab_size // 32)
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]) -> None:
-        """Fill rows of `bits` [rows, words]: a bit is set if its token may come next. `matchers` are pairs of
-        a matcher and its row. The GIL is released meanwhile."""
+        """Fill rows of the token masks `bits`, [rows, words]: a bit is set if its token is allowed next.
+        `matchers` are pairs of a matcher and its row. The GIL is released meanwhile."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         words, target = self.num_words, bits.view(np.int32)
@@ -179,7 +181,8 @@ class Grammars:
             self._is_slow = self.fills_in_thread and time.perf_counter() - started > SLOW_FILL_S
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
-        """Advance each matcher by its next token, and return the verdicts, as `Matcher.advance` does."""
+        """Advance pairs of a matcher and its next token, and return the verdicts, as `Matcher.advance`
+        does."""
         if len(steps) < MIN_PARALLEL:
             return [matcher.advance(token_id) for matcher, token_id in steps]
         for matcher, _ in steps:
@@ -216,7 +219,8 @@ class Grammars:
         return matcher
 
     def open(self) -> "LLTokenizer":
-        """Return the opened vocabulary. The first call takes about a second."""
+        """Return llguidance's tokenizer of the vocabulary. The first call takes about a second to build
+        it."""
         with self._opening:
             if self._tokenizer is None:
                 try:
@@ -242,7 +246,7 @@ def digest_of(params: StructuredOutputsParams) -> bytes:
 
 
 def with_json_text(params: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Return the params with the schema as JSON text: msgpack cannot encode numbers of any size."""
+    """Return the params with the schema as JSON text, since msgpack cannot encode integers of any size."""
     if isinstance(params.json, dict):
         return msgspec.structs.replace(params, json=json.dumps(params.json))
     return params
@@ -263,7 +267,7 @@ def _name_of(params: StructuredOutputsParams) -> str:
 
 
 def _with_request_errors(params: StructuredOutputsParams, build: Callable[[], T]) -> T:
-    """Return the result of `build`. Errors of `build` become a RequestError that names the constraint."""
+    """Return the result of `build`; its errors become a RequestError that names the constraint."""
     try:
         return build()
     except RecursionError as error:
@@ -325,8 +329,8 @@ def plain_classes(regex: str) -> str:
 
 
 def _from_choice(choice: list[str], params: StructuredOutputsParams) -> str:
-    """Return a grammar with one terminal, since the parser allows at most 2,000 open alternatives, and a
-    lexer any number."""
+    """Return a grammar that matches one of the texts. They are alternatives of one terminal, since
+    llguidance's parser allows at most 2,000 alternatives, and its lexer any number."""
     from llguidance import LLMatcher
 
     literals = (
@@ -336,7 +340,7 @@ def _from_choice(choice: list[str], params: StructuredOutputsParams) -> str:
 
 
 def _from_grammar(text: str, params: StructuredOutputsParams) -> str:
-    """Return a Lark grammar unchanged and translate EBNF with `::=`."""
+    """Return the grammar of a Lark text, or of EBNF with `::=`, which is translated to Lark."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
@@ -349,7 +353,7 @@ def _from_grammar(text: str, params: StructuredOutputsParams) -> str:
 
 
 def _from_tags(text: str, params: StructuredOutputsParams) -> str:
-    """Return a grammar of free text in which each trigger begins one of the structures."""
+    """Return the grammar of a structural tag: free text in which triggers begin the structures."""
     from llguidance import LLMatcher, StructTag
 
     spec = json.loads(text)

@@ -1,4 +1,4 @@
-"""Lexers: compiled grammars of llguidance and their states, the matchers that share them, and their cache."""
+"""Compiled grammars of llguidance (lexers), the matchers of sequences that share them, and their cache."""
 
 import re
 from collections import OrderedDict
@@ -16,20 +16,20 @@ log = get_logger(__name__)
 MAX_GRAMMARS = 256
 """Maximum number of compiled grammars that are kept; the least recently used grammars are dropped."""
 MAX_LEXERS = 1024
-"""Maximum number of lexers of all grammars. A lexer takes tens of KiB for most grammars."""
+"""Maximum number of lexers, the compiled copies of a grammar. A lexer takes tens of KiB for most grammars."""
 MAX_BYTES = 256 << 20
 """Maximum size in bytes of the lexers of all grammars, by the estimate of `Lexer.num_bytes`. The lexer of a
 running request is not freed before the request ends."""
 LEXER_BYTES, CHAR_BYTES, TOKEN_BYTES = 128 << 10, 64, 1 << 10
-"""Estimated bytes of a lexer: a constant, per character of the grammar, and per token, for new states.
-Measured for 15 grammars: 50 KiB to 0.5 MiB; 20 to 140 bytes per character of a long grammar; and 50 bytes
-(JSON schemas) to 15 KiB (long bounded repetitions) per token."""
+"""Estimated bytes of a lexer: a constant, bytes per character of the grammar, and bytes per token of its
+sequences, which may add states. Measured for 15 grammars: 50 KiB to 0.5 MiB; 20 to 140 bytes per character of
+a long grammar; 50 bytes (JSON schemas) to 15 KiB (long bounded repetitions) per token."""
 MAX_LEXER_STATES = 50_000
 """Maximum number of states of one lexer. A state takes 1 to 2 KiB."""
 MAX_SEQUENCES_PER_LEXER = 64
-"""Maximum number of sequences that one lexer serves, since it keeps the lexer states of all its sequences."""
+"""Maximum number of sequences of one lexer, since the states of all its sequences stay in memory."""
 MAX_COMPILE_S = 0.5
-"""CPU seconds that the lexers of one grammar may take to compile. Beyond that, sequences share lexers."""
+"""Maximum CPU seconds to compile the lexers of one grammar. Beyond that, sequences share lexers."""
 MAX_REASON_CHARS = 500
 """Maximum length in characters of a library error that is logged or sent to a client."""
 
@@ -39,9 +39,9 @@ _ENDS: dict[str, Verdict] = {
     "NoExtension": "complete",
     "NoExtensionBias": "complete",
 }
-"""Verdicts by the stop reason of a matcher; any other reason is an error."""
+"""Verdict on a sequence by the matcher's stop reason (empty: it continues); any other reason is an error."""
 _DOES_NOT_FIT = "doesn't satisfy the grammar"
-"""Text of the library's error for a token that does not fit; its other errors are about limits."""
+"""Text of llguidance's error for a token that violates the grammar; its other errors are about limits."""
 
 
 class Matcher:
@@ -65,7 +65,8 @@ class Matcher:
         return self._failure() if verdict is None else verdict
 
     def _failure(self) -> Verdict:
-        """Return `error` for a token that does not fit, `limit` for a limit of the library."""
+        """Return the verdict on a sequence after an error: `error` if its last token violates the grammar,
+        `limit` if a limit of llguidance was exceeded."""
         self.lexer.is_spent = True
         reason = self.inner.get_error()
         if _DOES_NOT_FIT in reason:
@@ -78,8 +79,8 @@ class Matcher:
 
 
 class Lexer:
-    """A compiled grammar. Its matchers share its lexer states and its lock: matchers of one lexer run one at
-    a time, and matchers of different lexers run in parallel."""
+    """A compiled grammar of llguidance. Its matchers share its lexer states and its lock: matchers of one
+    lexer run one at a time, and matchers of different lexers run in parallel."""
 
     def __init__(self, start: "LLMatcher", seconds: float, num_chars: int) -> None:
         self._start = start
@@ -88,7 +89,7 @@ class Lexer:
         self._num_chars = num_chars
         """Length of the grammar's source text."""
         self.num_tokens = 0
-        """Number of tokens of all its sequences so far."""
+        """Number of tokens that all sequences of the lexer have consumed."""
         self._num_sequences = 0
         self.users: WeakSet[Matcher] = WeakSet()
         self.is_spent = False
@@ -96,7 +97,7 @@ class Lexer:
 
     @property
     def num_bytes(self) -> int:
-        """Estimate the bytes of this lexer, which the library does not report."""
+        """Estimate the bytes of this lexer, which llguidance does not report."""
         num_states = min(self.num_tokens, MAX_LEXER_STATES)
         return LEXER_BYTES + CHAR_BYTES * self._num_chars + TOKEN_BYTES * num_states
 
@@ -119,7 +120,7 @@ class Lexers:
         return len(self._all)
 
     def new_matcher(self) -> Matcher | None:
-        """Return a matcher at the start of the grammar, or None if one more lexer should be compiled."""
+        """Return a matcher for a new sequence, or None if another lexer should be compiled for it."""
         self._all = [lexer for lexer in self._all if not lexer.is_spent]
         if not self._all:
             return None
@@ -140,8 +141,8 @@ class Lexers:
 
 
 class LexerCache:
-    """A cache of lexers by the digest of their constraint, limited in number and bytes, with the least
-    recently used evicted first. Callers must hold a lock."""
+    """A cache of compiled grammars by the digest of their constraint, limited in number and bytes, with the
+    least recently used evicted first. It is not thread-safe: callers need a lock."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes

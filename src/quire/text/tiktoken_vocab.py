@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from quire.errors import ConfigError
 from quire.text.byte_level import to_byte_level
-from quire.text.gguf_vocab import bpe, merges_by_rank
+from quire.text.gguf_vocab import GGUFPreTokenizer, byte_level_bpe, merges_by_rank
 
 TIKTOKEN_FILE = "tiktoken.model"
 _KIMI_MODULES = ("tokenization_kimi", "tokenization_moonshot")
@@ -35,22 +35,15 @@ KIMI_SPLIT = "|".join(
     )
 )
 _NUM_RESERVED = 256
-"""Number of token ids after the ids of the file, whether tokenizer_config.json names their tokens or not."""
+"""Number of reserved ids after those of the file; tokenizer_config.json has names for some of them."""
 
 
 def read_tiktoken(file: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer of a Kimi checkpoint from its ranks and its tokenizer_config.json."""
     _check_family(file, config)
     vocab = _read_ranks(file)
-    # With ignore_merges, a word that is a token stays undivided.
-    backend = Tokenizer(bpe(str(file), vocab, merges_by_rank(vocab), ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(KIMI_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
+    pre_tokenizer = GGUFPreTokenizer((KIMI_SPLIT,), whole_words=True)
+    backend = byte_level_bpe(str(file), vocab, merges_by_rank(vocab), pre_tokenizer)
     _add_reserved(backend, len(vocab), file, config)
     return backend
 
@@ -74,8 +67,7 @@ def _check_family(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read_ranks(file: Path) -> dict[str, int]:
-    """Return the id of each token, with tokens in the byte-level alphabet. A line of the file has a token in
-    base64 and its id."""
+    """Return the id of each token, in the byte-level alphabet. A line has a token in base64 and its id."""
     vocab: dict[str, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line:
@@ -96,7 +88,7 @@ def _read_ranks(file: Path) -> dict[str, int]:
 
 
 def _add_reserved(backend: Tokenizer, first: int, file: Path, config: Mapping[str, Any]) -> None:
-    """Add the tokens with ids after the ids of the file, named by tokenizer_config.json or else reserved."""
+    """Add the reserved tokens, with ids from `first` on; tokenizer_config.json may have their names."""
     named = {int(i): AddedToken(**spec) for i, spec in (config.get("added_tokens_decoder") or {}).items()}
     last = max(first + _NUM_RESERVED - 1, *named, 0)
     reserved = {

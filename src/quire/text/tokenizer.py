@@ -32,7 +32,7 @@ class Encoded(dict[str, Any]):
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token adds to a text, by id, computed on first use; unknown ids add no bytes."""
+    """The bytes that tokens add to a text, by token id, computed on first use; unknown ids add no bytes."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool, strips_first_space: bool) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token; None if its bytes are a part of a character, empty for a skipped token."""
+    """The texts of tokens by token id: None for a part of a character, empty for a skipped token."""
 
     def __init__(self, table: TokenBytes, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         try:
-            # "fast" leaves out the character offsets, which are not needed here.
+            # The "fast" function does not compute character offsets.
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise _unencodable(texts) from error
@@ -129,7 +129,7 @@ class Tokenizer:
 
     def encode_cut(self, *texts: str, max_len: int, side: str) -> tuple[list[int], list[int]]:
         """Encode one or two texts to at most `max_len` tokens; return the token ids and types. Texts are
-        truncated on `side`, the longer of two texts first; special tokens stay."""
+        truncated on `side` ("left" or "right"), the longer of two texts first; special tokens stay."""
         try:
             parts = [self.backend.encode(text, add_special_tokens=False) for text in texts]
         except TypeError as error:
@@ -256,8 +256,8 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, checkpoint_format: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the tokenizer of a checkpoint: `path` is a directory (`hf`) or a .gguf file (`gguf`). Python
-    code in the checkpoint runs only with `trust_remote_code`."""
+    """Load the tokenizer of a checkpoint: `path` is a directory (format `hf`) or a .gguf file (format
+    `gguf`). Python code in the checkpoint runs only with `trust_remote_code`."""
     if checkpoint_format == "gguf":
         vocab = read_vocab(GGUFFile(path).metadata)
         return Tokenizer(

@@ -42,7 +42,7 @@ def engine() -> FakeEngine:
 
 
 def render(format: CallFormat, *calls: tuple[str, dict[str, Any]]) -> str:
-    """Return the calls in this format."""
+    """Return the text of tool calls, (name, arguments), in this format."""
     texts = []
     for name, arguments in calls:
         parameters = []
@@ -61,7 +61,7 @@ def render(format: CallFormat, *calls: tuple[str, dict[str, Any]]) -> str:
 
 @cache
 def tokenizer_of(format: CallFormat, special: bool) -> tuple[Tokenizer, Grammars]:
-    """Return a tokenizer with the marks of the format as tokens, special or not, and its grammars."""
+    """Return a tokenizer that has the marks of the format as tokens, and the grammars over its vocabulary."""
     backend = byte_tokenizer().backend
     written = format.opening + format.call + format.after
     marks = [AddedToken(mark, special=special, normalized=False) for mark in re.findall("<[^>=]+>", written)]
@@ -95,7 +95,7 @@ def test_parser_returns_the_calls_of_its_format(name: str) -> None:
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_grammar_accepts_calls_and_text(name: str, special: bool) -> None:
-    """Catches a mark that is a special token, which no text of a grammar matches."""
+    """Catches a mark that is a special token but matched as text, which the grammar then never accepts."""
     format = FORMATS[name]
     lead = "Let me see. " if format.opening else ""
     optional = {"city": "x", "days": 1, "unit": "F", "place": {"x": 1.5}}
@@ -140,7 +140,7 @@ def test_names_of_parsers(parser: str, has_format: bool) -> None:
 
 
 def test_size_of_the_grammar_is_limited() -> None:
-    """References make it as large as parameters times definitions."""
+    """Schemas with references could make the grammar as large as their parameters times their definitions."""
     properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(300)}
     schema = {"type": "object", "properties": properties, "$defs": {"large": {"enum": ["x" * 10_000]}}}
     with pytest.raises(RequestError, match="more than 1,048,576 characters"):

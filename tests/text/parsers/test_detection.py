@@ -1,4 +1,4 @@
-"""Tests of the parsers that a chat template selects."""
+"""Tests of the detection of the parsers that fit a chat template."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def test_marks_select_the_reasoning_parser(marks: str, call: str, expected: tupl
 
 
 def test_format_that_the_template_only_describes() -> None:
-    """Templates may leave the calls of earlier turns out."""
+    """A template may describe the format of calls, but not render the calls of earlier turns."""
     described = template("").replace("# Tools", "# Tools\nAnswer with <tool_call>{...}</tool_call>.")
     assert detect_parsers(described).tools == "hermes"
 

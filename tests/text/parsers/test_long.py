@@ -1,4 +1,5 @@
-"""Tests of long and hostile answers: the work is linear in their length, complete and in small parts."""
+"""Tests of parsers on long and hostile answers: the work is linear in the length, and the pieces are
+complete."""
 
 import re
 from typing import Any
@@ -28,7 +29,7 @@ each_answer = pytest.mark.parametrize(("name", "before", "unit"), HOSTILE.values
 
 
 class Counted(str):
-    """Text that counts the characters that were copied from it."""
+    """A string that counts the characters that are copied from it."""
 
     num_copied = 0
 
@@ -46,7 +47,7 @@ class Counted(str):
 
 
 class CountedPattern:
-    """Pattern that counts the characters that it searched."""
+    """A pattern that counts the characters that it searches."""
 
     num_searched = 0
 

@@ -41,7 +41,8 @@ each_parser = pytest.mark.parametrize("name", sorted(MARKS))
 
 
 def read(name: str, text: str, prompt: str = "") -> list[Piece]:
-    """Return the parsed answer, after checking that every split gives the same."""
+    """Return the reasoning and the text of an answer, after a check that they are the same however the answer
+    is split."""
     whole = answer_parser(reasoning=name, prompt=prompt).parse(text)
     for parts in [list(text)] + [[text[:cut], text[cut:]] for cut in range(1, len(text))]:
         one = answer_parser(reasoning=name, prompt=prompt)

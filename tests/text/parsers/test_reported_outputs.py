@@ -1,6 +1,6 @@
-"""Outputs of models from public reports of parsing errors in vLLM, SGLang and others in 2026: malformed
-calls, calls inside of reasoning, marks that must not become content. Each gives the same message in any
-split."""
+"""Model outputs from public reports of parsing errors in vLLM, SGLang and others in 2026: malformed calls,
+calls inside of reasoning, marks that must not become content. Each output gives the same message, however it
+is split."""
 
 import json
 from typing import NamedTuple
@@ -25,7 +25,7 @@ QWEN_CALL = "<tool_call>\n<function=f>\n<parameter=query>\nx\n</parameter>\n</fu
 
 
 class Report(NamedTuple):
-    """A reported output and the message that it has to give."""
+    """A reported output, and the message that the parser must return for it."""
 
     tools: str
     text: str

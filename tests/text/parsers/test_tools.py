@@ -295,8 +295,8 @@ def streamed(name: str, parts: list[str]) -> list[Piece]:
 
 
 def splits(text: str, most: int = 15) -> Iterator[list[str]]:
-    """Yield splits: character by character, in equal parts, and in two at every place (for long text, at
-    some)."""
+    """Yield splits of a text into chunks: into characters, equal parts, and two parts at every position (of a
+    long text, at some)."""
     for size in (1, 3):
         yield [text[at : at + size] for at in range(0, len(text), size)]
     step = max(1, len(text) // most)
@@ -305,7 +305,7 @@ def splits(text: str, most: int = 15) -> Iterator[list[str]]:
 
 
 def calls_of(pieces: list[Piece]) -> list[Call]:
-    """Return the calls with parsed arguments."""
+    """Return the names and parsed arguments of the calls in these pieces."""
     starts = [piece for piece in pieces if isinstance(piece, ToolStart)]
     return [(start.name, json.loads(arguments_of(pieces, start.index))) for start in starts]
 
@@ -319,7 +319,7 @@ def text_of(pieces: list[Piece]) -> str:
 
 
 def begins_json(text: str) -> bool:
-    """Return whether some continuation makes this a JSON value."""
+    """Return whether the text is the beginning of some valid JSON value."""
     closers, quoted, escaped = "", False, False
     for char in text:
         if quoted:
@@ -404,7 +404,7 @@ def test_text_without_calls_is_unchanged(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(TOOLS))
 def test_incomplete_marker_is_returned_as_text(name: str) -> None:
-    """Each marker is truncated, or followed by nonsense."""
+    """Every marker of a call is truncated, or followed by nonsense."""
     write = dict(WRITERS)[name]
     head = write(CALLS["one"]).split("get_weather")[0]
     for end in range(len(head)):

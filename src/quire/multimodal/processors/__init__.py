@@ -1,4 +1,4 @@
-"""Processors: one per model family, from a decoded item to the inputs of its encoder."""
+"""Processors: one per model family, to convert decoded images, videos and audio to inputs of the encoder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ from quire.registry import LazyTable
 
 
 class Video(NamedTuple):
-    """Frames of one size with their times."""
+    """Frames of a video, which have the same size, with their times."""
 
     frames: NDArray[np.uint8]
-    """[frames, height, width, 3]"""
+    """RGB pixels, [frames, height, width, 3]."""
     fps: float | None = None
     """Frames per second of `frames`; None: unknown."""
     total_frames: int = 0
@@ -29,12 +29,12 @@ class Video(NamedTuple):
 
     @classmethod
     def black(cls, frames: int, width: int, height: int, *facts: Any) -> "Video":
-        """Build a black video of this size, which takes no memory."""
+        """Build a black video of this size, which takes no memory. `facts` are the fields after `frames`."""
         return cls(np.broadcast_to(np.uint8(0), (frames, height, width, 3)), *facts)
 
 
 class Audio(NamedTuple):
-    """Audio: samples of one channel."""
+    """Mono audio."""
 
     samples: NDArray[np.float32]
     rate: int
@@ -50,73 +50,77 @@ class ProcessedItem:
     """A processed item: its placeholder tokens and the inputs of the encoder."""
 
     token_ids: list[int]
-    """The span: the placeholder tokens that replace the family's mark in the prompt."""
+    """The item's span: tokens that replace its mark, the placeholder that chat templates write."""
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """Runs of tokens that have vectors, as in `MediaItem.runs`."""
+    """Runs of tokens that are replaced by embeddings: start in the span, and length. Empty: all tokens."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Small values that `positions` needs, such as the grid; cached even where the arrays are not."""
+    """Small values for M-RoPE positions, such as the grid of patches; cached even if the arrays are not."""
     arrays: Arrays | None = None
     stored: StoredArrays | None = None
     """Location of the arrays in shared memory, if `arrays` is None."""
 
 
 class Processor(Protocol):
-    """The processor of a family for one checkpoint: pure functions of numpy and Pillow, called in threads."""
+    """The processor of one checkpoint: pure functions of numpy and Pillow, which are called in threads."""
 
     modalities: tuple[str, ...]
 
     def marks(self, modality: str) -> list[int]:
-        """Return the mark: the placeholder tokens, mostly one, that chat templates write for an item. Empty
-        for models that cross-attend to the item."""
+        """Return the mark of an item: the placeholder tokens, mostly one, that chat templates write for the
+        item. It is empty for models that cross-attend to the item."""
 
     def text(self, modality: str, number: int) -> str:
-        """Return the text of the mark, which is put before a message's text for chat templates without media.
-        `number` counts the items of this modality in the conversation, from 1."""
+        """Return the text of the mark of an item, which is added to messages if the chat template takes only
+        text. `number` counts the items of this modality in the conversation, from 1."""
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        """Process an item. `arguments` are mm_processor_kwargs; raise a RequestError if they are invalid."""
+        """Convert an item to placeholder tokens and encoder inputs. `arguments` are mm_processor_kwargs;
+        raise a RequestError if they are invalid."""
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
-        """Check embeddings that a user sends (`embeds`, and values such as `image_grid_thw`). They become
-        the array `embeds`, which bypasses the encoder."""
+        """Check embeddings that a user sends in place of an item: `embeds`, and values such as
+        `image_grid_thw`. In the result, they are the array `embeds`, which bypasses the encoder."""
 
     def max_vectors(self, modality: str) -> int:
-        """Return the number of vectors of the largest possible item."""
+        """Return the number of embeddings of the largest possible item."""
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        """Return the size of the largest item: width and height; frames, width and height; or samples."""
+        """Return the size of the largest possible item: width and height; or number of frames, width and
+        height; or number of samples."""
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
     ) -> Array | None:
-        """Return the M-RoPE positions (`Media.positions`); None for families with plain positions."""
+        """Return the M-RoPE positions of a prompt (`Media.positions`), or None for models with plain
+        positions. `facts` are the `ProcessedItem.facts` of the items."""
 
 
 @runtime_checkable
 class CountsVideoVectors(Protocol):
-    """A processor that can count the vectors of a video before it is decoded."""
+    """A processor that can count the embeddings of a video before it is decoded."""
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
-        """Return the number of vectors of a video of this size; the pixels are not read."""
+        """Return the number of embeddings of a video of this shape; its pixels are not read."""
 
 
 class RewritesText(Protocol):
-    """A processor that rewrites the text of a prompt, such as marks that are not tokens."""
+    """A processor that rewrites prompts before tokenization, such as placeholders that are not tokens."""
 
     def rewrite_text(self, text: str) -> str:
         """Return the text to tokenize for a prompt with media."""
 
 
 def rewrites_text(processor: "Processor") -> TypeGuard[RewritesText]:
-    """Return whether a processor is a `RewritesText`; `isinstance` with a protocol is too slow here."""
+    """Return whether a processor has `rewrite_text`; `isinstance` with a protocol is too slow here."""
     return hasattr(processor, "rewrite_text")
 
 
 class MergesTokens(Protocol):
-    """A processor with spans that begin or end with tokens which merge with the text, such as newlines."""
+    """A processor with spans whose first or last token, such as a newline, may merge with adjacent text."""
 
     def joined(self, before: int, after: int) -> int | None:
-        """Return the token that two adjacent tokens merge into at the edge of a span; None if they do not."""
+        """Return the token that adjacent tokens at the edge of a span merge into; None if they do not
+        merge."""
 
 
 def merges_tokens(processor: "Processor") -> TypeGuard[MergesTokens]:
@@ -124,10 +128,10 @@ def merges_tokens(processor: "Processor") -> TypeGuard[MergesTokens]:
 
 
 class StandsAlone(Protocol):
-    """A processor of items that are a whole prompt, without a placeholder in a text."""
+    """A processor of items that are a whole prompt, without any text, such as an image for CLIP."""
 
     def check_alone(self, token_ids: Sequence[int], num_items: int) -> None:
-        """Raise a RequestError if there are several items, or text beside the item."""
+        """Raise a RequestError if a prompt has several items, or an item and text."""
 
 
 def stands_alone(processor: "Processor") -> TypeGuard[StandsAlone]:
@@ -138,4 +142,4 @@ PROCESSORS = LazyTable(
     "processor",
     {family: f"quire.multimodal.processors.{code.processor}" for family, code in MEDIA_CODE.items()},
 )
-"""Processors by family."""
+"""Processor classes by model family."""

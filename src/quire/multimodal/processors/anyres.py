@@ -1,4 +1,4 @@
-"""LLaVA-Next and LLaVA-OneVision: a whole image and its tiles, in the grid that wastes the fewest pixels."""
+"""LLaVA-Next and LLaVA-OneVision: a whole image and its tiles, in the grid with the fewest unused pixels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ from quire.multimodal.images import (
     PixelScaling,
     Size,
     check_frames,
+    fit_size,
     stored_settings,
     tiled,
     video_settings,
@@ -30,11 +31,12 @@ from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
 
 _SLACK = 1.1
-"""Factor by which a side may exceed that of the largest grid before vectors are interpolated."""
+"""Factor by which an image may exceed the maximum patches per side before embeddings are interpolated."""
 
 
 class AnyresProcessor(ImageProcessor):
-    """Orders vectors: rows and columns of padding are left out, and each row ends with a newline vector."""
+    """Orders embeddings row by row over all tiles, without padding, and ends each row with a newline
+    embedding."""
 
     facts: AnyresFacts
 
@@ -59,14 +61,9 @@ class AnyresProcessor(ImageProcessor):
         return ProcessedItem([self.image_id] * arrays["places"].shape[0], arrays=arrays)
 
     def _padded(self, image: Image.Image, shape: Size, keys: ConfigReader) -> Pixels:
-        """Resize an image to fit the shape, and center it on black."""
+        """Resize an image to fit into the shape, a height and width, and center it on black."""
         high, wide = shape
-        width, height = image.size
-        along, down = wide / width, high / height
-        if along < down:
-            size = min(math.ceil(height * along), high), wide
-        else:
-            size = high, min(math.ceil(width * down), wide)
+        size = fit_size(image.size[::-1], shape, rounding=math.ceil)
         out = np.zeros((high, wide, 3), np.uint8)
         top, left = (high - size[0]) // 2, (wide - size[1]) // 2
         out[top : top + size[0], left : left + size[1]] = self.resize(image, size, keys)
@@ -119,7 +116,8 @@ class AnyresProcessor(ImageProcessor):
 
 @lru_cache
 def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
-    """Return the shape that keeps the most pixels of an image, among equals that wastes the fewest."""
+    """Return the shape (height and width) to which an image can be fitted with the most pixels left; among
+    equals, the one with the least padding."""
     height, width = image
 
     def worth(shape: Size) -> tuple[int, int]:
@@ -133,11 +131,12 @@ def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
 def order_of(
     image: Size, shape: Size, tile: int, side: int, most_tiles: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-    """Return the patch number of each row and column that shows a part of the image, [rows, columns, 1].
+    """Return the index of the patch that shows each part of an image, [rows, columns, 1], and None. `shape`
+    is the size of the tiled image in pixels; `tile` and `side` are the sides of a tile in pixels and in
+    patches.
 
-    If there are too many, return the four patches around each point, [rows, columns, 4], and their weights
-    for bilinear interpolation.
-    """
+    If there are too many patches, return the four patches around each point, [rows, columns, 4], and their
+    weights for bilinear interpolation."""
     rows, columns = shape[0] // tile, shape[1] // tile
     tiles = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
     numbers = tiles.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)

@@ -8,8 +8,8 @@ import numpy as np
 
 from quire.checkpoint.multimodal.whisper import WhisperFacts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import override_settings, stored_settings, wrong_argument
+from quire.errors import RequestError
+from quire.multimodal.images import argument_errors, override_settings, stored_settings
 from quire.multimodal.mel import Samples, log_mel, resampled
 from quire.multimodal.processors import Audio
 
@@ -23,12 +23,10 @@ def read_samples(
     longest: int,
     fewest: int = 0,
 ) -> Samples:
-    """Convert audio to the sample rate of an encoder. Samples beyond `longest` are cut off, or refused
-    without `truncation`; fewer than `fewest` samples are refused."""
-    try:
+    """Return the samples of audio at the sample rate `rate` of an encoder. Samples beyond `longest` are cut
+    off or, if the setting `truncation` is off, raise a RequestError, as do fewer samples than `fewest`."""
+    with argument_errors():
         is_cut = override_settings(settings, arguments, ("truncation",)).flag("truncation", True)
-    except ConfigError as error:
-        raise wrong_argument(error) from error
     sound = sound if sound.rate else Audio(sound.samples, rate)
     if not is_cut and len(sound.samples) * rate > longest * sound.rate:
         raise RequestError(
@@ -45,17 +43,17 @@ def read_samples(
 
 
 MIN_FRAMES = 3
-"""Frames of the shortest audio, which has one vector."""
+"""Number of spectrogram frames of the shortest audio, which has one embedding."""
 
 
 def num_chunk_vectors(frames: int, window: int) -> int:
-    """Return the number of vectors of an encoder that reads chunks of `window` frames."""
+    """Return the number of embeddings of an encoder that reads `frames` in chunks of `window` frames."""
     chunks, rest = divmod(frames, window)
     return chunks * -(-window // 8) - (-rest // 8)
 
 
 class AudioProcessor:
-    """Computes the input of Whisper's encoder: log-mel spectrograms, 100 frames per second."""
+    """Computes the inputs of Whisper's encoder: log-mel spectrograms with 100 frames per second."""
 
     def __init__(self, path: Path, encoder: WhisperFacts) -> None:
         self.facts = encoder
@@ -67,7 +65,7 @@ class AudioProcessor:
 
     @property
     def max_samples(self) -> int:
-        """Return the number of samples that the encoder reads at once."""
+        """Return the number of samples of one input of the encoder."""
         return self.facts.num_frames * self.hop
 
     @property
@@ -78,13 +76,13 @@ class AudioProcessor:
         return read_samples(sound, self.settings, arguments, rate=self.rate, longest=longest, fewest=fewest)
 
     def padded_mel(self, samples: Samples, pieces: int = 1) -> Samples:
-        """Return the spectrogram of `pieces` encoder inputs, padded with silence: [pieces * (frames + 1),
-        mels]. Each piece ends with a zero frame, which the convolutions read."""
+        """Return the spectrogram of samples that are padded with silence to `pieces` encoder inputs: [pieces
+        * (frames + 1), mels]. Each piece ends with a zero frame, which the convolutions read."""
         mel = self.mel(samples, pieces * self.facts.num_frames)
         divided = np.pad(mel.reshape(pieces, -1, self.facts.mels), ((0, 0), (0, 1), (0, 0)))
         return divided.reshape(-1, self.facts.mels)
 
     def mel(self, samples: Samples, num_frames: int, *, is_cut: bool = False) -> Samples:
-        """Compute the log-mel spectrogram with the settings of the encoder."""
+        """Return the log-mel spectrogram, [num_frames, mels], with the settings of the encoder."""
         mels, rate = self.facts.mels, self.rate
         return log_mel(samples, num_frames, mels=mels, rate=rate, fft=self.fft, hop=self.hop, is_cut=is_cut)

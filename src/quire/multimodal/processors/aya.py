@@ -14,13 +14,14 @@ _MARK = "<image>"
 
 
 class AyaProcessor(TiledProcessor):
-    """Each tile follows its number as text. The mark is `<image>`, which some tokenizers lack as a token."""
+    """Aya Vision: a number as text precedes each tile. The placeholder in prompts is `<image>`, which is not
+    a token of every tokenizer."""
 
     facts: AyaFacts
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer, mark=tokenizer.backend.token_to_id(_MARK))
-        self.settings = self.settings.but(crop_to_patches=True)  # overrides the file
+        self.settings = self.settings.but(crop_to_patches=True)  # regardless of the checkpoint's file
         stored = processor_settings(path)
         self.begin = str(stored.get("start_of_img_token") or "<|START_OF_IMG|>")
         self.end = str(stored.get("end_of_img_token") or "<|END_OF_IMG|>")
@@ -43,7 +44,8 @@ class AyaProcessor(TiledProcessor):
 
 
 class Cohere2VisionProcessor(AyaProcessor):
-    """A line-break token follows each tile; the mark is the image token."""
+    """Command A Vision: a line-break token follows each tile. The placeholder in prompts is the image
+    token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer)
@@ -59,7 +61,8 @@ class Cohere2VisionProcessor(AyaProcessor):
         return text
 
     def grid(self, image: Size, keys: ConfigReader, least: int, most: int) -> Size:
-        """Return the grid that enlarges an image the least or, if no grid does, shrinks it the least."""
+        """Return the rows and columns of tiles that enlarge an image the least or, if no grid is large
+        enough, shrink it the least."""
         (height, width), side = image, self.facts.vit.image
         scales = {
             (rows, columns): min(columns * side / width, rows * side / height)

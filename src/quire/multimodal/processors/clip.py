@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: an image alone, as one token."""
+"""CLIP and SigLIP: an image as a prompt of its own, with one placeholder token."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class DualProcessor(LlavaProcessor):
-    """Images of the vision encoder's size. A prompt is a text, or one image with an empty text."""
+    """Resizes images to the encoder's size. A prompt is a text, or one image with an empty text."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer)

@@ -1,4 +1,4 @@
-"""dots.ocr: an image as a grid of patches of one frame; positions are those of plain text."""
+"""dots.ocr: an image as a grid of patches, with positions like plain text."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class DotsProcessor(SpanProcessor):
-    """The mark is the image token."""
+    """The placeholder in prompts is the image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         tower: DotsFacts = facts.tower

@@ -19,7 +19,7 @@ _MAX_NEWLINES = 64
 
 
 class NewlineTokens:
-    """Tokens of several newlines: the newlines around a span merge with those of the text into one token."""
+    """Tokens of newlines: those at the edges of a span merge with those of the text into one token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = {count: tokenizer.backend.token_to_id("\n" * count) for count in range(1, _MAX_NEWLINES)}
@@ -27,14 +27,15 @@ class NewlineTokens:
         self._counts = {i: count for count, i in self._ids.items()}
 
     def joined(self, before: int, after: int) -> int | None:
-        """Return the token that two tokens of newlines merge into; None for other tokens."""
+        """Return the token that two tokens of newlines merge into; None if they do not merge."""
         if before not in self._counts or after not in self._counts:
             return None
         return self._ids.get(self._counts[before] + self._counts[after])
 
 
 class Gemma3Processor(ImageProcessor):
-    """The mark is the begin-of-image token; the span has newlines around it, which merge with the text's."""
+    """The placeholder in prompts is the begin-of-image token; newlines around the span merge with the
+    text's."""
 
     arguments = (
         *IMAGE_ARGUMENTS,
@@ -88,7 +89,7 @@ class Gemma3Processor(ImageProcessor):
 
 
 def crops(image: Image.Image, keys: ConfigReader) -> list[Image.Image]:
-    """Return the pan-and-scan crops: about as many squares as fit along a long image."""
+    """Return the pan-and-scan crops: about as many squares as fit along a long image; else none."""
     if not keys.flag("do_pan_and_scan"):
         return []
     least = keys.size("pan_and_scan_min_crop_size", 256)

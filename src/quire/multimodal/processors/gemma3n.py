@@ -22,13 +22,13 @@ from quire.multimodal.processors.image_base import SpanProcessor
 from quire.text.tokenizer import Tokenizer
 
 _LONGEST = 480000
-"""Largest number of samples."""
+"""Maximum number of audio samples."""
 _UNIT = 128
 """Samples are padded with silence to a multiple of this number."""
 
 
 class Gemma3nProcessor(SpanProcessor):
-    """The mark is the audio token; the span has newlines around it, which merge with those of the text."""
+    """The placeholder in prompts is the audio token; newlines around the span merge with the text's."""
 
     modalities = ("audio",)
 
@@ -56,7 +56,7 @@ class Gemma3nProcessor(SpanProcessor):
         return [*newlines, facts.start_id, *[facts.audio_id] * facts.tokens, facts.end_id, *newlines]
 
     def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
-        """Build the item: the end token has a vector, too."""
+        """Build the item of a span: embeddings replace the audio tokens and the end token."""
         first = token_ids.index(self.facts.audio_id)
         return ProcessedItem(token_ids, [(first, self.facts.tokens + 1)], **more)
 

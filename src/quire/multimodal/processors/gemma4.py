@@ -1,9 +1,8 @@
-"""Gemma 4: an image in its own shape, with at most `max_soft_tokens` soft tokens."""
+"""Gemma 4: an image in its own aspect ratio, with at most `max_soft_tokens` image tokens (soft tokens)."""
 
 import math
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
@@ -19,7 +18,7 @@ _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 
 
 class Gemma4Processor(ImageProcessor):
-    """Resizes an image to whole squares of patches, as many as `max_soft_tokens` allows."""
+    """Resizes an image to whole squares of patches. Each is one of at most `max_soft_tokens` tokens."""
 
     arguments = (*IMAGE_ARGUMENTS, "max_soft_tokens")
     mean = std = HALF
@@ -39,7 +38,7 @@ class Gemma4Processor(ImageProcessor):
         pixels = self.resize(image, (height, width), keys)
         count = height * width // self.unit**2
         span = [self.facts.begin_id, *[self.image_id] * count, self.facts.end_id]
-        return self.build_item(span, arrays=scaling.to_arrays(pixels=np.moveaxis(pixels, -1, 0)))
+        return self.build_item(span, arrays=scaling(pixels))
 
     def _max_soft_tokens(self, keys: ConfigReader) -> int:
         most = keys.size("max_soft_tokens", 280)
@@ -48,7 +47,8 @@ class Gemma4Processor(ImageProcessor):
         return most
 
     def _size(self, image: Size, most: int) -> Size:
-        """Return the largest size of whole squares with about the shape of the image."""
+        """Return the largest size of at most `most` squares of patches with about the image's aspect
+        ratio."""
         unit, factor = self.unit, math.sqrt(most * self.unit**2 / (image[0] * image[1]))
         height, width = (int(factor * side / unit) * unit for side in image)
         if height == 0:
@@ -61,5 +61,5 @@ class Gemma4Processor(ImageProcessor):
         return self._max_soft_tokens(self.settings)
 
     def largest(self, modality: str) -> tuple[int, int]:
-        """Return the size of one row of squares, which uses all soft tokens."""
+        """Return the size of an image that is a single row of squares, which uses all soft tokens."""
         return self._max_soft_tokens(self.settings) * self.unit, self.unit

@@ -1,4 +1,4 @@
-"""Grids of patches: pixel layout and frame sampling."""
+"""Grids of patches of images and videos: pixel layout and frame sampling."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,7 @@ USUAL_FPS = 24.0
 
 
 class PatchSpans(NamedTuple):
-    """Number of patches in time, height and width."""
+    """Numbers of patches of an image or video in time (steps), height and width."""
 
     steps: int
     height: int
@@ -26,12 +26,12 @@ class PatchSpans(NamedTuple):
 
 
 def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.uint8]:
-    """Cut [frames, height, width, 3] into patches: [steps, rows, columns, 3, frames of a step * patch,
+    """Cut frames [frames, height, width, 3] into patches [steps, rows, columns, 3, frames per step * patch,
     patch].
 
-    Patches that merge into one vector are adjacent; a patch is ordered by colour, then by frame. The last
-    step is filled by repeating the last frame; an image is a step of one frame.
-    """
+    A step has the frames that are in one patch. Patches that the encoder merges into one embedding are
+    adjacent. A patch is ordered by colour, then by frame. The last step is filled by repeating the last
+    frame; an image is a step of one frame."""
     count, height, width, _ = frames.shape
     size, merge, depth = settings.patch, settings.merge, settings.frames
     depth = min(depth, count)
@@ -50,7 +50,8 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
 def sample_frames(
     video: Video, settings: GridSettings, times: str
 ) -> tuple[list[int], list[int], float | None]:
-    """Return the indices of the sampled frames, their indices in the whole video, and its fps."""
+    """Return the indices of the sampled frames, their indices in the source video, and its frames per second
+    (None: unknown). `times` is `GridFacts.times`, by which the sampling function is chosen."""
     count = len(video.frames)
     total = max(video.total_frames, count)
     indices = list(video.indices) or [int(i) for i in np.linspace(0, total - 1, count).round()]
@@ -64,7 +65,7 @@ def sample_frames(
 
 
 def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Sample as Qwen2-VL does: evenly, a whole number of steps."""
+    """Sample frames as Qwen2-VL does: evenly, and a multiple of the number of frames per patch."""
     depth = settings.frames
     num_sampled: float
     if settings.num_frames is not None:
@@ -81,7 +82,7 @@ def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Sample as Qwen3-VL does: evenly, from the first to the last frame."""
+    """Sample frames as Qwen3-VL does: evenly, from the first to the last frame."""
     num_sampled = settings.num_frames
     if num_sampled is None and settings.fps is not None:
         num_sampled = min(max(int(count / fps * settings.fps), settings.min_frames), settings.max_frames)
@@ -90,7 +91,7 @@ def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Sample as GLM-4.1V does: the first frame at or after each time, an even number of frames."""
+    """Sample an even number of frames as GLM-4.1V does: the first frame at or after each time."""
     last, rate = count - 1, settings.fps or 2.0
     seconds = round(last / fps) + 1
     if seconds <= settings.max_seconds:
@@ -104,13 +105,13 @@ def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 def _even(chosen: list[int]) -> list[int]:
-    """Remove duplicates, and repeat the last frame if the number is odd."""
+    """Remove duplicate indices, and repeat the last index if their number is odd."""
     chosen = list(dict.fromkeys(chosen))
     return chosen if len(chosen) % 2 == 0 else [*chosen, chosen[-1]]
 
 
 def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Sample as GLM-4.6V does: the longer the video, the fewer frames per second."""
+    """Sample frames as GLM-4.6V does: the longer the video, the fewer frames per second."""
     last, depth = count - 1, settings.frames
     seconds = round(last / fps) + 1
     rate = next((rate for most, rate in _RATES if seconds <= most), _RATES[-1][1])
@@ -129,7 +130,7 @@ def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 _RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
-"""Steps per second for videos up to a number of seconds."""
+"""Length of a video in seconds, and the steps per second that are sampled from videos up to this length."""
 _MAX_FRAMES = 640
 _SAMPLERS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_length}
-"""Frame sampling by the way times are written (`GridFacts.times`)."""
+"""Sampling functions by `GridFacts.times`, the way in which a model writes the times of frames."""

@@ -23,9 +23,9 @@ from quire.multimodal.images import (
 )
 
 _MAX_UNEQUAL = 200
-"""Largest ratio of the longer to the shorter side."""
+"""Maximum ratio of the longer to the shorter side of an image."""
 _MAX_GROWN = 1 << 20
-"""Largest min_pixels of a request: pixels to which a small image or frame is enlarged."""
+"""Maximum `min_pixels` of a request, the number of pixels to which smaller images or frames are enlarged."""
 _MAX_FPS = 1000
 _LARGEST = 1 << 63
 """Upper bound of numeric arguments."""
@@ -33,29 +33,29 @@ _LARGEST = 1 << 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridSettings:
-    """Settings of one modality."""
+    """Settings by which images or videos are resized and cut into patches."""
 
     patch: int
     frames: int
-    """Frames of a patch (temporal_patch_size)."""
+    """Number of frames in a patch (temporal_patch_size)."""
     merge: int
     least: int
-    """Minimum number of pixels; smaller items are enlarged."""
+    """Minimum number of pixels; smaller images and frames are enlarged."""
     most: int
     counts_frames: bool = False
-    """Whether `least` and `most` are for all frames together."""
+    """Whether `least` and `most` are for all frames of a video together, not for each frame."""
     lifts: bool = False
     """Whether a side shorter than `unit` is enlarged to `unit`, and the other side in proportion."""
     finish: PixelScaling
     resample: Image.Resampling
     samples: bool = False
-    """Whether frames are sampled from a video that has all of its frames."""
+    """Whether frames are sampled from a video of which all frames were decoded."""
     is_requested: bool = False
-    """Whether the request asks for sampling, which then also applies to a video that was sampled before."""
+    """Whether the request sets sampling options, which then apply to videos that were sampled before, too."""
     fps: float | None = None
-    """Frames per second to sample."""
+    """Number of frames per second to sample."""
     num_frames: int | None = None
-    """Frames to sample in all."""
+    """Total number of frames to sample."""
     min_frames: int = 4
     max_frames: int = 768
     """Maximum number of frames; 1 for images."""
@@ -64,7 +64,7 @@ class GridSettings:
 
     @property
     def unit(self) -> int:
-        """Number of pixels of which both sides are multiples."""
+        """Number of pixels of which the height and width of a resized image are multiples."""
         return self.patch * self.merge
 
     def size_of(self, height: int, width: int, num_frames: int = 0) -> tuple[int, int]:
@@ -95,8 +95,8 @@ class GridSettings:
         return rows * unit, columns * unit
 
     def max_vectors(self) -> int:
-        """Return the number of vectors of the largest item; narrow items, at least `unit` wide, may exceed
-        `most`."""
+        """Return the number of embeddings of the largest item. Narrow items, which are at least `unit` pixels
+        wide, may have more pixels than `most`."""
         frames = self.frames if self.counts_frames else 1
         least, most = (-(-pixels // (frames * self.unit**2)) for pixels in (self.least, self.most))
         grown = least + math.isqrt(least * _MAX_UNEQUAL) + math.isqrt(least // _MAX_UNEQUAL) + 3
@@ -118,7 +118,8 @@ class GridSettings:
         return settings
 
     def _check(self, least: int, most: int) -> None:
-        """Refuse more pixels than memory was reserved for, and enlarging small items too much."""
+        """Raise a RequestError for more pixels than memory was reserved for, or for enlarging small items too
+        much."""
         wrong = ""
         if most > self.most:
             wrong = f"max_pixels is {most}, but this model's files allow {self.most} at most"
@@ -135,15 +136,17 @@ def _is_number(value: Any) -> bool:
 
 
 Reads = Callable[[str, Any], dict[str, Any]]
-"""Converts the name and value of an argument to the settings that it changes."""
+"""Function from the name and value of an mm_processor_kwargs argument to the settings that it changes."""
+
+
+def _wrong(name: str, value: Any, expected: str) -> RequestError:
+    return RequestError(f"{name} is {value!r:.80}, expected {expected}", f"mm_processor_kwargs.{name}")
 
 
 def _whole(field: str) -> Reads:
     def read(name: str, value: Any) -> dict[str, Any]:
         if not _is_number(value) or int(value) != value:
-            raise RequestError(
-                f"{name} is {value!r:.80}, expected a positive integer", f"mm_processor_kwargs.{name}"
-            )
+            raise _wrong(name, value, "a positive integer")
         return {field: int(value)}
 
     return read
@@ -151,10 +154,7 @@ def _whole(field: str) -> Reads:
 
 def _rate(name: str, value: Any) -> dict[str, Any]:
     if not _is_number(value) or value > _MAX_FPS:
-        raise RequestError(
-            f"{name} is {value!r:.80}, expected a positive number, {_MAX_FPS} at most",
-            f"mm_processor_kwargs.{name}",
-        )
+        raise _wrong(name, value, f"a positive number, {_MAX_FPS} at most")
     return {"fps": float(value), "num_frames": None, "samples": True, "is_requested": True}
 
 
@@ -164,17 +164,14 @@ def _count(name: str, value: Any) -> dict[str, Any]:
 
 def _flag(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r}, expected true or false", f"mm_processor_kwargs.{name}")
+        raise _wrong(name, value, "true or false")
     return {"samples": value, "is_requested": value}
 
 
 def _size(name: str, value: Any) -> dict[str, Any]:
     known = {"shortest_edge": "least", "longest_edge": "most", "min_pixels": "least", "max_pixels": "most"}
     if not isinstance(value, dict) or not value or not {*value} <= {*known}:
-        raise RequestError(
-            f"{name} is {value!r}, expected an object with shortest_edge and longest_edge, both in pixels",
-            f"mm_processor_kwargs.{name}",
-        )
+        raise _wrong(name, value, "an object with shortest_edge and longest_edge, both in pixels")
     changes: dict[str, Any] = {}
     for key, number in value.items():
         changes |= _whole(known[key])(f"{name}.{key}", number)

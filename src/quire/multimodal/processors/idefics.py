@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: an image in tiles, each with its row and column as a token, and the whole image."""
+"""Idefics 3 and SmolVLM: an image in tiles, each after a token for its position, and the whole image."""
 
 import math
 from pathlib import Path
@@ -17,11 +17,11 @@ from quire.text.tokenizer import Tokenizer
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LONGEST = 4096
-"""Largest side in pixels to which an image is resized, whatever the request asks for."""
+"""Maximum side in pixels of a resized image, regardless of the settings."""
 
 
 class Idefics3Processor(ImageProcessor):
-    """Resizes an image twice: to the longest edge, then to whole tiles."""
+    """Resizes an image twice: to the `longest_edge` of the settings, then to whole tiles."""
 
     arguments = (*IMAGE_ARGUMENTS, "do_image_splitting", "max_image_size")
     mean = std = HALF
@@ -36,7 +36,8 @@ class Idefics3Processor(ImageProcessor):
         return self.build_item(self._span(grid), arrays=scaling(tiles))
 
     def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
-        """Return the tiles, the whole image last, and their rows and columns; 0 and 0 without tiles."""
+        """Return the tiles with the whole image as the last one, and the rows and columns of tiles. These are
+        0 and 0 if the whole image is the only tile."""
         side = self.facts.vit.image
         if keys.get("max_image_size") is not None and set(size_of(keys, "max_image_size").values()) != {side}:
             raise keys.wrong("max_image_size", f"{side}, the image size of the vision encoder")
@@ -75,7 +76,8 @@ class Idefics3Processor(ImageProcessor):
 
 
 def _longest_edge_size(keys: ConfigReader, image: Size) -> Size:
-    """Return the size with `longest_edge` as the longer side; the other side is even."""
+    """Return the height and width of an image resized to the setting `longest_edge` as its longer side. The
+    other side is rounded up to an even number."""
     size = size_of(keys)
     if "longest_edge" not in size:
         return size.get("height", 1), size.get("width", 1)
@@ -97,7 +99,7 @@ def _longest_edge_size(keys: ConfigReader, image: Size) -> Size:
 
 
 def _grid(image: Size, side: int) -> Size:
-    """Return the rows and columns of tiles that cover the image."""
+    """Return the rows and columns of tiles with this side that cover the image."""
     height, width = image
     ratio = width / height
     if width >= height:

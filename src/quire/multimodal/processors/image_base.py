@@ -1,4 +1,4 @@
-"""Base classes of image processors, and of all processors that replace a mark of one token by a span."""
+"""Base classes of image processors, and of all that expand a placeholder token to a span of tokens."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
+    argument_errors,
     fitted,
     override_settings,
     resample_of,
@@ -26,14 +27,13 @@ from quire.multimodal.images import (
     size_of,
     stored_settings,
     video_settings,
-    wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
 from quire.text.tokenizer import Tokenizer
 
 
 def token_of(tokenizer: Tokenizer, token: str) -> int:
-    """Return the id of a token that the family needs."""
+    """Return the id of a token that the model needs for images; raise a ConfigError if it is missing."""
     token_id = tokenizer.backend.token_to_id(token)
     if token_id is None:
         raise ConfigError(f"the tokenizer has no token {token}, which this model needs for images")
@@ -41,7 +41,7 @@ def token_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 def read_vectors(modality: str, embeds: Mapping[str, NDArray[Any]], hidden: int) -> NDArray[Any]:
-    """Return the embeddings [vectors, hidden] that a user sends."""
+    """Return the embeddings that a user sends in place of an item, [vectors, hidden]."""
     vectors = embeds["embeds"]
     vectors = vectors[0] if vectors.ndim == 3 and len(vectors) == 1 else vectors
     if vectors.ndim != 2 or vectors.shape[1] != hidden or not len(vectors):
@@ -51,7 +51,8 @@ def read_vectors(modality: str, embeds: Mapping[str, NDArray[Any]], hidden: int)
 
 
 class SpanProcessor:
-    """Base of processors that replace a mark of one token by a span of image (or audio) tokens."""
+    """Base of processors that expand a mark, a placeholder of one token, to a span of image or audio
+    tokens."""
 
     modalities: tuple[str, ...]
 
@@ -66,14 +67,15 @@ class SpanProcessor:
         return self.tokenizer.backend.id_to_token(self.mark) or ""
 
     def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
-        """Build the item of a span that has vectors at its image tokens, or at the tokens `place`."""
+        """Build the item of a span in which embeddings replace the image tokens or, if set, the tokens
+        `place`."""
         places = np.asarray(token_ids) == (self.image_id if place is None else place)
         edges = np.flatnonzero(np.diff(places, prepend=False, append=False)).reshape(-1, 2)
         runs = [(int(first), int(end - first)) for first, end in edges]
         return ProcessedItem(token_ids, [] if places.all() else runs, **more)
 
     def embeds_span(self, num_vectors: int) -> list[int]:
-        """Return the span for `num_vectors` embeddings that a user sends."""
+        """Return the span of placeholder tokens for `num_vectors` embeddings that a user sends."""
         return [self.image_id] * num_vectors
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
@@ -87,8 +89,8 @@ class SpanProcessor:
 
 
 class ImageProcessor(SpanProcessor):
-    """Base of processors that resize images with Pillow. The class of a family has its settings as class
-    attributes, and implements `process_image`."""
+    """Base of processors that resize images with Pillow. Subclasses set class attributes and implement
+    `process_image`."""
 
     arguments: ClassVar[Collection[str]] = IMAGE_ARGUMENTS
     """Names of the mm_processor_kwargs that a request may pass."""
@@ -100,7 +102,7 @@ class ImageProcessor(SpanProcessor):
     """Whether pixels are normalized in bfloat16."""
     resample: ClassVar[Image.Resampling] = Image.Resampling.BICUBIC
     facts: Any
-    """The shape of the vision encoder (`MediaFacts.tower`)."""
+    """Description of the vision encoder (`MediaFacts.tower`)."""
 
     def __init__(
         self,
@@ -112,8 +114,8 @@ class ImageProcessor(SpanProcessor):
         image_id: int | None = None,
         **defaults: Any,
     ) -> None:
-        """Read the settings, which override `defaults`. `image_id` None: the image token of config.json;
-        `mark` None: the image token."""
+        """Read the settings of the checkpoint, which override `defaults`. `image_id` None: the image token of
+        config.json; `mark`, the placeholder in prompts: by default the image token."""
         self.facts = facts.tower
         image_id = self.facts.image_id if image_id is None else image_id
         super().__init__(image_id if mark is None else mark, image_id, self.facts.size_out, tokenizer)
@@ -122,15 +124,13 @@ class ImageProcessor(SpanProcessor):
         self.video_settings = video_settings(path, self.settings)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        try:
+        with argument_errors():
             keys = self.read_arguments(modality, arguments)
             scaling = PixelScaling.read(keys, self.mean, self.std, is_narrow=self.is_narrow)
             if isinstance(content, Video):
                 return self.process_video(content, keys, scaling)
             assert isinstance(content, Image.Image)
             return self.process_image(content, keys, scaling)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
         raise NotImplementedError
@@ -158,13 +158,14 @@ class ImageProcessor(SpanProcessor):
         return np.stack([self.resize_to_square(Image.fromarray(frame), keys) for frame in video.frames])
 
     def check_square(self, keys: ConfigReader) -> None:
-        """Raise a ConfigError if the settings have another image size than the vision encoder."""
+        """Raise a ConfigError if the image size of the settings differs from that of the vision encoder."""
         side = self.facts.vit.image
         if fitted(size_of(keys), (side, side)) != (side, side):
             raise keys.wrong("size", f"{side} x {side} pixels")
 
     def expand(self, text: str) -> list[int]:
-        """Tokenize the text of a span, with each image token repeated for all vectors of an image or tile."""
+        """Tokenize the text of a span, with each image token repeated for all embeddings of an image or
+        tile."""
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
 

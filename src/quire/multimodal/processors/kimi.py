@@ -1,4 +1,4 @@
-"""Kimi-VL and Kimi-K2.5: an image in its own size, padded to squares; a video in timed groups of frames."""
+"""Kimi-VL and Kimi-K2.5: an image of any size, padded to whole patches; a video as frames with timestamps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,6 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.kimi import MoonFacts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError
 from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
@@ -19,10 +18,10 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
+    argument_errors,
     center_cropped,
     check_frames,
     video_settings,
-    wrong_argument,
 )
 from quire.multimodal.processors import ProcessedItem, Video
 from quire.multimodal.processors.grid import USUAL_FPS
@@ -36,13 +35,13 @@ _OLDER = {
 }
 """Names of settings in transformers by their names in the original code."""
 _VIDEO_MARK = "<|kimi_k25_video_placeholder|>"
-"""Mark of a video in chat templates, which is not a token of every tokenizer."""
+"""Placeholder of a video in chat templates; not every tokenizer has it as a token."""
 _MAX_PATCHES = 2**16
-"""Largest number of patches that a request may set."""
+"""Maximum of the settings for the number of patches, in an image or along its side."""
 
 
 class KimiVLProcessor(ImageProcessor):
-    """Keeps the size of an image unless it has too many patches."""
+    """Resizes an image only if it has too many patches, and pads it to whole squares of patches."""
 
     older_arguments = _OLDER
     arguments = (*_OLDER, *_OLDER.values(), "pad_input", *(set(IMAGE_ARGUMENTS) - {"size"}))
@@ -82,7 +81,7 @@ class KimiVLProcessor(ImageProcessor):
         return self._video_mark if modality == "video" else self._framed("image", super().text(modality, 1))
 
     def rewrite_text(self, text: str) -> str:
-        """Replace the mark of a video by the text that is tokenized."""
+        """Replace the placeholder of a video by the text that is tokenized."""
         return text.replace(_VIDEO_MARK, self._video_mark) if "video" in self.modalities else text
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
@@ -90,7 +89,7 @@ class KimiVLProcessor(ImageProcessor):
         return ProcessedItem([self.image_id] * self._count(pixels.shape), arrays=scaling(pixels))
 
     def _count(self, size: Sequence[int]) -> int:
-        """Return the number of vectors of an image of this size."""
+        """Return the number of embeddings of an image with this height and width."""
         side = self.facts.patch * self.facts.merge
         return -(-size[0] // side) * -(-size[1] // side)
 
@@ -109,16 +108,14 @@ class KimiVLProcessor(ImageProcessor):
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
-        try:
+        with argument_errors():
             keys = self.read_arguments("video", arguments)
             size = video.frames.shape[1], video.frames.shape[2]
             size = self._reduced_size(size, keys) if keys.flag("do_resize", True) else size
-        except ConfigError as error:
-            raise wrong_argument(error) from error
         return -(-len(video.frames) // self.facts.frames) * self._count(size)
 
     def _resize_to_patches(self, image: Image.Image, keys: ConfigReader) -> Pixels:
-        """Resize an image to whole squares of patches: padded with black, or cropped."""
+        """Resize an image, and pad it with black, or crop it, to whole squares of patches."""
         size = image.size[::-1]
         if keys.flag("do_resize", True):
             size = self._reduced_size(size, keys)
@@ -131,7 +128,7 @@ class KimiVLProcessor(ImageProcessor):
         return np.pad(pixels, ((0, below), (0, right), (0, 0)))
 
     def _reduced_size(self, image: Size, keys: ConfigReader) -> Size:
-        """Return the size, reduced if there are too many patches in all or along a side."""
+        """Return the size of an image, reduced if it has too many patches in all or along a side."""
         for name in ("max_patches", "max_side"):
             if keys.size(name, 1) > _MAX_PATCHES:
                 raise keys.wrong(name, f"{_MAX_PATCHES} at most")
@@ -157,11 +154,11 @@ class KimiVLProcessor(ImageProcessor):
 
 
 _UNSET = {"in_token_limit": None, "in_patch_limit": None}
-"""Settings that do not apply to videos."""
+"""Image settings that do not apply to videos."""
 
 
 def _with_current_names(stored: ConfigReader, most: int) -> ConfigReader:
-    """Return the settings under the names of transformers."""
+    """Return the settings under their names in transformers. `most` is the default of max_patches."""
     size = stored.get("size")
     side = size.get("max_height") if isinstance(size, dict) else stored.get("max_side")
     renamed = {_OLDER[name]: stored.get(name) for name in _OLDER if stored.get(name) is not None}

@@ -17,11 +17,11 @@ from quire.multimodal.processors.tiling import nearest_grid
 from quire.text.tokenizer import Tokenizer
 
 _MAX_TOKENS = 4096
-"""Largest number of tokens of a whole image that settings may ask for."""
+"""Maximum number of tokens of a whole image that settings may have."""
 
 
 class Lfm2VLProcessor(ImageProcessor):
-    """Resizes an image to whole squares of patches; a large image is also cut into tiles."""
+    """Resizes an image to whole squares of patches, one per token. A large image is also cut into tiles."""
 
     arguments = (
         *IMAGE_ARGUMENTS,
@@ -60,10 +60,7 @@ class Lfm2VLProcessor(ImageProcessor):
         if grid == (1, 1) or keys.flag("use_thumbnail", True):
             arrays["pixels"] = self.resize(image, size, keys)
         num_whole = size[0] * size[1] // self.unit**2 if "pixels" in arrays else 0
-        channels_first = {
-            name: np.stack([pixels[..., i] for i in range(3)], axis=-3) for name, pixels in arrays.items()
-        }
-        return self.build_item(self._span(grid, num_whole), arrays=scaling.to_arrays(**channels_first))
+        return self.build_item(self._span(grid, num_whole), arrays=scaling(**arrays))
 
     def _span(self, grid: Size, num_whole: int) -> list[int]:
         per_tile, has_tiles = (self.tile // self.unit) ** 2, grid != (1, 1)
@@ -84,7 +81,7 @@ class Lfm2VLProcessor(ImageProcessor):
         return least, most
 
     def _whole_size(self, image: Size, keys: ConfigReader) -> Size:
-        """Return the size of the whole image: whole squares of patches, as many as the settings allow."""
+        """Return the size to resize the whole image to: squares of patches, as many as the settings allow."""
         unit, area = self.unit, image[0] * image[1]
         least, most = (count * unit**2 for count in self._token_limits(keys))
         height, width = (max(unit, round(side / unit) * unit) for side in image)
@@ -97,7 +94,7 @@ class Lfm2VLProcessor(ImageProcessor):
         return height, width
 
     def _grid(self, image: Size, keys: ConfigReader) -> Size:
-        """Return the rows and columns of tiles; 1 and 1 if there is only the whole image."""
+        """Return the rows and columns of tiles; 1 and 1 if the image is not cut into tiles."""
         least, most = keys.size("min_tiles", 2), count_of(keys, "max_tiles", 10)
         if least > most:
             raise keys.wrong("min_tiles", f"at most max_tiles, {most}")

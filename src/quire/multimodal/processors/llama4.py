@@ -1,6 +1,5 @@
 """Llama 4: an image on the best-fitting canvas of tiles, and the whole image."""
 
-import math
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.llama4 import Llama4Facts
 from quire.checkpoint.reader import ConfigReader
-from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, PixelScaling, Size, count_of, tiled
+from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, PixelScaling, Size, count_of, fit_size, tiled
 from quire.multimodal.processors import ProcessedItem
 from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.text.tokenizer import Tokenizer
@@ -20,7 +19,7 @@ _MARK, _PLACE = "<|image|>", "<|patch|>"
 
 
 class Llama4Processor(ImageProcessor):
-    """The mark is a token that the span also contains, before the whole image."""
+    """The placeholder in prompts is `<|image|>`, which the span also contains, before the whole image."""
 
     arguments = (*IMAGE_ARGUMENTS, "max_patches", "resize_to_max_canvas")
     mean = std = HALF
@@ -64,7 +63,8 @@ class Llama4Processor(ImageProcessor):
 
 @lru_cache
 def canvases(side: int, most: int) -> NDArray[np.float32]:
-    """Return height and width of all canvases of at most `most` tiles, grouped by aspect ratio."""
+    """Return the height and width in pixels of all canvases, [canvases, 2]: rectangles of at most `most`
+    tiles. They are grouped by aspect ratio."""
     shapes: dict[float, list[Size]] = {}
     for count in range(most, 0, -1):
         for rows in (n for n in range(1, count + 1) if count % n == 0):
@@ -73,8 +73,8 @@ def canvases(side: int, most: int) -> NDArray[np.float32]:
 
 
 def best_canvas(image: Size, side: int, most: int, *, is_largest: bool) -> Size:
-    """Return the canvas that enlarges an image least (`is_largest`: most), else the canvas that shrinks it
-    least; among equals the smallest."""
+    """Return the canvas that enlarges an image least or, if `is_largest`, most. If all canvases are smaller
+    than the image, return the one that shrinks it least. Among equals, return the smallest."""
     sizes = canvases(side, most)
     scales = (sizes / np.array(image, np.float32)).min(1)
     enlarging = scales[scales >= 1]
@@ -82,12 +82,3 @@ def best_canvas(image: Size, side: int, most: int, *, is_largest: bool) -> Size:
     fitting = sizes[scales == (enlarging.min() if is_least else scales.max())]
     height, width = fitting[fitting.prod(1).argmin()]
     return int(height), int(width)
-
-
-def fit_size(image: Size, bounds: Size) -> Size:
-    """Return the largest size with the aspect ratio of the image that fits."""
-    (height, width), (high, wide) = image, bounds
-    along, down = wide / width, high / height
-    if along < down:
-        return max(1, min(math.floor(height * along), high)), wide
-    return high, max(1, min(math.floor(width * down), wide))

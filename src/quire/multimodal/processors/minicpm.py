@@ -13,7 +13,7 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.minicpm import MiniCPMFacts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError, RequestError
+from quire.errors import RequestError
 from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
@@ -21,11 +21,11 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
+    argument_errors,
     check_frames,
     count_of,
     tiled,
     video_settings,
-    wrong_argument,
 )
 from quire.multimodal.processors import ProcessedItem, Video
 from quire.multimodal.processors.image_base import ImageProcessor, token_of
@@ -33,16 +33,16 @@ from quire.text.tokenizer import Tokenizer
 
 _BEGIN, _END, _SLICE, _SLICED = "<image>", "</image>", "<slice>", "</slice>"
 _IMAGE_MARK, _VIDEO_MARK = "(<image>./</image>)", "(<video>./</video>)"
-"""Marks in the chat templates of 2.5 to 4.5, which are not tokens."""
+"""Placeholders in the chat templates of MiniCPM-V 2.5 to 4.5, which are not tokens."""
 _FRAME_SLICES = 1
 """Default maximum number of slices of a video frame."""
 _OLDER = {"norm_mean": "image_mean", "norm_std": "image_std"}
 _ALWAYS = ("size", "do_resize")
-"""Arguments that are not supported: sides follow from the image."""
+"""Arguments that are not supported, since the size of the input follows from that of the image."""
 _LONGEST = 2048
-"""Largest side of a square that a request may set."""
+"""Maximum `scale_resolution` that a request may set: the side in pixels of the square of a whole image."""
 _LARGEST = 2
-"""Largest number of vectors of a whole image, as a multiple of a square image's; narrow images have more."""
+"""Maximum number of embeddings of a whole image, as a multiple of a square's. Narrower images are refused."""
 
 
 class Cut(NamedTuple):
@@ -58,8 +58,8 @@ class Cut(NamedTuple):
 
 
 class MiniCPMVProcessor(ImageProcessor):
-    """The mark is the image token; for videos of MiniCPM-V 2.6 to 4.5 it is a slice with one image token.
-    Images may be numbered."""
+    """The placeholder of an image is the image token; that of a video of MiniCPM-V 2.6 to 4.5 is a slice with
+    one image token. Images may be numbered."""
 
     arguments = ("max_slice_nums", "scale_resolution", "slice_mode", *(set(IMAGE_ARGUMENTS) - set(_ALWAYS)))
     mean = std = HALF
@@ -96,7 +96,8 @@ class MiniCPMVProcessor(ImageProcessor):
         return self._video_mark if modality == "video" else self.places[modality]
 
     def rewrite_text(self, text: str) -> str:
-        """Replace marks by tokens, with their numbers before them."""
+        """Replace the placeholders of chat templates by tokens, with numbers before them if images are
+        numbered."""
         text = text.replace(_IMAGE_MARK, self.places["image"])
         if "video" in self.modalities:
             text = text.replace(_VIDEO_MARK, self._video_mark)
@@ -111,7 +112,7 @@ class MiniCPMVProcessor(ImageProcessor):
         return self.build_item(self._span(cut, keys), arrays=arrays)
 
     def process_video(self, video: Video, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
-        """Process a video: its frames in order, without numbers."""
+        """Process the frames of a video in order, as images without numbers."""
         check_frames(len(video.frames))
         cut = self._cut(video.frames.shape[1:3], keys)
         frames = [self._squares(Image.fromarray(frame), cut, keys) for frame in video.frames]
@@ -120,7 +121,7 @@ class MiniCPMVProcessor(ImageProcessor):
         return self.build_item(span, place=self.video_id, arrays=arrays)
 
     def _squares(self, image: Image.Image, cut: Cut, keys: ConfigReader) -> dict[str, Pixels]:
-        """Resize the whole image and cut the slices."""
+        """Return the resized whole image (`pixels`) and, if there are any, its slices (`slices`)."""
         whole = {"pixels": self.resize(image, cut.whole, keys)}
         if not cut.rows:
             return whole
@@ -129,11 +130,9 @@ class MiniCPMVProcessor(ImageProcessor):
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
-        try:
+        with argument_errors():
             keys = self.read_arguments("video", arguments)
             cut = self._cut(video.frames.shape[1:3], keys)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
         num_slice_vectors = cut.rows * cut.columns * self._count(cut.piece, keys) if cut.rows else 0
         return len(video.frames) * (self._count(cut.whole, keys) + num_slice_vectors)
 
@@ -146,7 +145,8 @@ class MiniCPMVProcessor(ImageProcessor):
         return Cut(whole, piece, rows, columns)
 
     def _fitted(self, size: tuple[float, float], side: int, *, grows: bool) -> Size:
-        """Return a size in whole units with about as many pixels as a square of this side."""
+        """Return a height and width, rounded to whole units. A size larger than a square of this side, or any
+        size if `grows`, is first scaled to about as many pixels as the square."""
         unit = self.facts.vit.patch * self.facts.unit
         height, width = size
         if height * width > side * side or grows:
@@ -156,7 +156,7 @@ class MiniCPMVProcessor(ImageProcessor):
         return _near(height, unit), _near(width, unit)
 
     def _count(self, size: Size, keys: ConfigReader) -> int:
-        """Return the number of vectors of an image or a slice."""
+        """Return the number of embeddings of an image or a slice of this size."""
         if self.facts.queries:
             return self.facts.queries
         most = self._max_vectors(keys)
@@ -201,7 +201,7 @@ class MiniCPMVProcessor(ImageProcessor):
 
 
 def _number_marks(text: str, place: str) -> str:
-    """Put a number before every mark `place`; placeholders inside a span are not marks."""
+    """Put a number before every placeholder `place` of an image, but not of an expanded span."""
     numbers, one = itertools.count(), re.escape(place)
 
     def with_number(mark: re.Match[str]) -> str:
@@ -224,7 +224,7 @@ def _near(length: float, unit: int) -> int:
 
 
 def _slice_size(size: Size, grid: Size) -> tuple[float, float]:
-    """Return the size of the part of an image that a slice shows."""
+    """Return the size of the part of an image that becomes one slice."""
     return _near(size[0], grid[0]) / grid[0], _near(size[1], grid[1]) / grid[1]
 
 

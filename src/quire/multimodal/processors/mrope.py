@@ -18,9 +18,11 @@ def mrope_positions(
     *,
     has_time: bool = False,
 ) -> NDArray[np.int32]:
-    """Return the M-RoPE positions, [3, num_tokens]. Text advances by one on all axes; tokens of a grid have
-    time, height and width. Text after a grid continues after the longer of height and width or, with
-    `has_time`, after the longest of all axes."""
+    """Return the M-RoPE positions of a prompt, [3, num_tokens]: time, height and width.
+
+    Text advances by one on all axes; the tokens of an item have their positions in its grid. Text after a
+    grid continues after the larger of height and width or, with `has_time`, after the largest of all axes.
+    `facts` are the `ProcessedItem.facts`; `merge` is the side of the square of patches of one token."""
     out = np.empty((3, num_tokens), np.int32)
     done = at = 0
     for item, known in zip(items, facts, strict=True):

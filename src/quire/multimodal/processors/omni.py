@@ -19,16 +19,17 @@ from quire.multimodal.processors.qwen import GridProcessor
 from quire.text.tokenizer import Tokenizer
 
 _FRAME_VECTORS = (128, 768)
-"""Minimum and maximum number of vectors of a video frame, whatever the checkpoint's files have."""
+"""Minimum and maximum number of embeddings of a video frame, regardless of the checkpoint's settings."""
 _AUDIO_ARGUMENTS = ("truncation",)
 _REACH = 4
-"""Frames after the last sample that its window reaches."""
+"""Number of frames after the last sample whose windows reach it."""
 _MAX_SECONDS = 2400
-"""Longest audio of Qwen3-Omni."""
+"""Maximum length in seconds of audio for Qwen3-Omni."""
 
 
 class OmniProcessor(GridProcessor):
-    """Processes images, videos and audio. Arguments of images are ignored for audio, and the reverse."""
+    """Processor of Qwen2.5-Omni for images, videos and audio. The arguments of images are ignored for audio,
+    and those of audio for images."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         towers: OmniFacts = facts.tower
@@ -68,7 +69,7 @@ class OmniProcessor(GridProcessor):
         return (frames + 1) // 2 // 2
 
     def log_mel(self, samples: Samples) -> Samples:
-        """Return the log-mel spectrogram, [frames, mels], of samples padded with silence."""
+        """Return the log-mel spectrogram of samples that are padded with silence, [frames, mels]."""
         (longest,), hop = self.largest("audio"), self.audio.hop
         frames = -(-len(samples) // hop)
         return self.audio.mel(samples, min(frames + _REACH, longest // hop))[:frames]
@@ -93,7 +94,7 @@ class OmniProcessor(GridProcessor):
     def positions(
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
     ) -> Array | None:
-        """Return M-RoPE positions; those of audio continue like text."""
+        """Return the M-RoPE positions of a prompt; audio tokens have positions like text."""
         visual = [(item, known) for item, known in zip(items, facts, strict=True) if "grid" in known]
         if not visual:
             return None
@@ -102,7 +103,7 @@ class OmniProcessor(GridProcessor):
 
 
 class Qwen3OmniProcessor(OmniProcessor):
-    """Qwen3-Omni accepts longer audio, and pads no silence after the last sample."""
+    """Processor of Qwen3-Omni: longer audio than for Qwen2.5-Omni, and no silence after the last sample."""
 
     @property
     def fewest(self) -> int:

@@ -23,7 +23,7 @@ _ENOUGH = 0.9
 
 
 class Ovis2Processor(TiledProcessor):
-    """The mark is `<image>`. All tokens of a span have vectors, separators too."""
+    """The placeholder in prompts is `<image>`. Embeddings replace all tokens of a span, also separators."""
 
     arguments = (*TiledProcessor.arguments, "use_covering_area_grid")
     facts: OvisFacts
@@ -73,10 +73,10 @@ class Ovis2Processor(TiledProcessor):
 
 @lru_cache(maxsize=256)
 def covering(size: Size, side: int, most: int) -> Size:
-    """Return the rows and columns of the fewest tiles that cover enough of an image of this height and width.
+    """Return the rows and columns of the fewest tiles that show enough pixels of an image of this height and
+    width.
 
-    Rows of the search are used as columns, as in training.
-    """
+    The best numbers of rows and columns are returned in reverse order, since the model was trained so."""
     shown = {grid: _shown(size, grid, side) / (size[0] * size[1]) for grid in grids(1, most)}
     enough = [grid for grid in shown if shown[grid] > _ENOUGH]
     if enough:
@@ -87,7 +87,8 @@ def covering(size: Size, side: int, most: int) -> Size:
 
 
 def _shown(size: Size, grid: Size, side: int) -> float:
-    """Return the number of pixels that the parts of an image have after each part is shrunk to a tile."""
+    """Return the number of pixels that remain if an image is cut by `grid`, and large parts shrink to a
+    tile."""
     edges = [
         [length // count] * (count - 1) + [length - length // count * (count - 1)]
         for length, count in zip(size, grid, strict=True)

@@ -17,7 +17,7 @@ _BEGIN = "<bos>"
 
 
 class PaliGemmaProcessor(ImageProcessor):
-    """Puts the mark of one image before a text without a mark."""
+    """Puts the placeholder of one image before a text without a placeholder."""
 
     mean = std = HALF
     facts: TowerFacts

@@ -15,7 +15,8 @@ from quire.text.tokenizer import Tokenizer
 
 
 class PixtralProcessor(ImageProcessor):
-    """Keeps the size of an image unless it is too large; break tokens end rows, an end token the image."""
+    """Resizes an image only if it is too large; break tokens end its rows, and an end token ends the
+    image."""
 
     facts: PixtralFacts
 
@@ -27,10 +28,11 @@ class PixtralProcessor(ImageProcessor):
             self.end_id = token_of(tokenizer, stored.get("image_end_token") or "[IMG_END]")
         self.side: int = self.facts.patch * self.facts.merge
         self.unit = self.side if self.facts.breaks else self._unit()
-        """Number of pixels of which both sides are multiples."""
+        """Number of pixels of which the height and width of a resized image are multiples."""
 
     def _unit(self) -> int:
-        """Read the unit from the processor's file, which may be one patch instead of a merged square."""
+        """Return the `patch_size` of the settings, which may be one patch instead of a square of merged
+        patches."""
         patch_size = self.settings.get("patch_size")
         if isinstance(patch_size, dict):
             patch_size = patch_size.get("height")
@@ -52,7 +54,7 @@ class PixtralProcessor(ImageProcessor):
         return self.build_item(token_ids, arrays=scaling(pixels))
 
     def _size(self, keys: ConfigReader, image: Size) -> Size:
-        """Return the size of an image in whole patches, rounded up, reduced to the maximum."""
+        """Return the size of an image, reduced to the maximum, then rounded up to whole patches."""
         most = size_of(keys)
         longest = most.get("longest_edge", 0)
         highest, widest = most.get("height", longest), most.get("width", longest)

@@ -1,4 +1,4 @@
-"""Qwen-VL, GLM-V and PaddleOCR-VL: an image or a video as a grid of patches, with a limit of pixels."""
+"""Qwen-VL, GLM-V and PaddleOCR-VL: an image or a video as a grid of patches, with limited pixels."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,14 @@ _TIMES: dict[str, Callable[[float, float], str]] = {
     "behind": lambda first, last: str(int(first)),
     "seconds": lambda first, last: f"{first:.1f} seconds",
 }
-"""Text of the time of a step, from the times of its first and last frame."""
+"""Functions that write the time of a step (the frames of one patch) as text, by `GridFacts.times`. They get
+the seconds of the step's first and last frame."""
 _MAX_SECONDS = 86400
-"""Upper bound of the seconds of a step of a video."""
+"""Upper bound of the seconds between two steps (patches in time) of a video."""
 
 
 class GridProcessor:
-    """Cuts images and videos into patches; the spans of some models have the times of frames as text."""
+    """Cuts images and videos into patches; for some models, the span of a video has frame times as text."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.modalities = facts.modalities
@@ -72,7 +73,7 @@ class GridProcessor:
         return PatchSpans(-(-len(chosen) // settings.frames), *patches).num_vectors(settings.merge)
 
     def _frame_size(self, video: Video, count: int, settings: GridSettings) -> tuple[int, int]:
-        """Return the size that each of `count` frames is resized to."""
+        """Return the height and width to which each of `count` frames is resized."""
         check_frames(count)
         height, width = video.frames.shape[1:3]
         return settings.size_of(height, width, num_frames=max(count, settings.frames))
@@ -91,7 +92,8 @@ class GridProcessor:
         return _with_grid(processed, grid)
 
     def _video_span(self, grid: PatchSpans, times: list[float], seconds: float) -> ProcessedItem:
-        """Build the span of a video: one run of tokens, or one for each step, next to its time."""
+        """Build the span of a video: one run of tokens or, for models that read timestamps, one run per step,
+        next to its time. `times` are the seconds of the frames, `seconds` the length of a step."""
         tower, count = self.tower, grid.num_vectors(self.tower.merge)
         if not tower.times:
             processed = ProcessedItem([tower.video_id] * count)

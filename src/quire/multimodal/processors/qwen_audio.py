@@ -19,13 +19,13 @@ from quire.text.tokenizer import Tokenizer
 
 _MARKED = "Audio {}: <|audio_bos|>{}<|audio_eos|>"
 _MAX_SECONDS = 2400
-"""Longest audio of Voxtral and Qwen3-ASR."""
+"""Maximum length in seconds of audio for Voxtral and Qwen3-ASR."""
 _LEAST_SAMPLES = 8000
-"""Samples to which shorter audio of Qwen3-ASR is padded."""
+"""Number of samples to which shorter audio is padded for Qwen3-ASR."""
 
 
 class QwenAudioProcessor(SpanProcessor):
-    """Resamples audio to the rate of the encoder and cuts it to the longest input."""
+    """Qwen2-Audio, and base of others: resamples audio, and cuts it to the longest input of the encoder."""
 
     modalities = ("audio",)
 
@@ -36,7 +36,7 @@ class QwenAudioProcessor(SpanProcessor):
         self.pieces = self.num_pieces(path)
 
     def num_pieces(self, path: Path) -> int:
-        """Return the number of encoder inputs of the longest audio."""
+        """Return the number of pieces, each an input of the encoder, into which the longest audio is cut."""
         return 1
 
     def text(self, modality: str, number: int) -> str:
@@ -70,7 +70,7 @@ class QwenAudioProcessor(SpanProcessor):
 
 
 class AudioFlamingoProcessor(QwenAudioProcessor):
-    """Accepts some minutes of audio, in pieces that are normalized separately."""
+    """Audio Flamingo 3: some minutes of audio, in pieces that are normalized separately."""
 
     def num_pieces(self, path: Path) -> int:
         seconds = processor_settings(path).size("max_audio_len", 600)
@@ -81,7 +81,7 @@ class AudioFlamingoProcessor(QwenAudioProcessor):
 
 
 class VoxtralProcessor(QwenAudioProcessor):
-    """Cuts audio into pieces of one length, the last padded with silence; all are normalized together."""
+    """Voxtral: audio in pieces of equal length, the last padded with silence; all are normalized together."""
 
     def num_pieces(self, path: Path) -> int:
         return max(1, _MAX_SECONDS * self.audio.rate // self.audio.max_samples)
@@ -96,7 +96,7 @@ class VoxtralProcessor(QwenAudioProcessor):
 
 
 class Qwen3ASRProcessor(SpanProcessor):
-    """Audio of up to forty minutes as one spectrogram; short audio is padded with silence."""
+    """Qwen3-ASR: audio of up to 40 minutes as one spectrogram; short audio is padded with silence."""
 
     modalities = ("audio",)
 

@@ -1,4 +1,4 @@
-"""Step3 to Step-3.7: an image as a square; before it, row by row, the windows of a large or long image."""
+"""Step3 to Step-3.7: an image as a square, after square crops (windows) of a large or long image."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ windows; ratio from which on windows are as high as the image; fraction of a win
 
 
 class WindowPlan(NamedTuple):
-    """Sizes of an image and of its windows."""
+    """Sizes of an image and of its windows, the square crops that are encoded in addition."""
 
     size: Size
     """Size of the whole image."""
@@ -41,7 +41,7 @@ class WindowPlan(NamedTuple):
 
 
 class StepVLProcessor(ImageProcessor):
-    """The mark is the image token."""
+    """The placeholder in prompts is the image token."""
 
     arguments = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb")
     facts: StepFacts | Step3Facts
@@ -113,7 +113,7 @@ class StepVLProcessor(ImageProcessor):
 
 
 def _whole(length: int, side: int) -> int:
-    """Round a length to whole windows, unless it is less than one window."""
+    """Round a length to whole windows of this side; a length of less than one window stays."""
     count, rest = divmod(length, side)
     return side * (count + (rest / side > _MORE)) if count else length
 

@@ -24,8 +24,8 @@ def grids(least: int, most: int) -> list[Size]:
 
 
 def nearest_grid(image: Size, side: int, least: int, most: int) -> Size:
-    """Return the rows and columns of tiles nearest to an image's aspect ratio; among equals the larger grid,
-    if the image fills half of it."""
+    """Return the rows and columns of tiles with the aspect ratio nearest to the image's. Of several such
+    grids, a larger one is chosen if the image has more than half of its pixels."""
     height, width = image
     nearest, best = float("inf"), (1, 1)
     for columns, rows in grids(least, most):
@@ -36,20 +36,20 @@ def nearest_grid(image: Size, side: int, least: int, most: int) -> Size:
 
 
 class TiledProcessor(ImageProcessor):
-    """Base of processors with `max_patches` tiles of an image and, after them, the whole image."""
+    """Base of processors that cut an image into at most `max_patches` tiles, and append the whole image."""
 
     arguments: ClassVar[Collection[str]] = (*IMAGE_ARGUMENTS, "crop_to_patches", "min_patches", "max_patches")
 
     def span(self, num_tiles: int) -> list[int]:
-        """Return the span of an image; the last tile is the whole image."""
+        """Return the tokens of an image with this number of tiles, of which the last is the whole image."""
         raise NotImplementedError
 
     def grid(self, image: Size, keys: ConfigReader, least: int, most: int) -> Size:
-        """Return the rows and columns of at most `most` tiles."""
+        """Return the rows and columns of tiles of an image, between `least` and `most` tiles in all."""
         return nearest_grid(image, self.facts.vit.image, least, most)
 
     def grid_of(self, image: Image.Image, keys: ConfigReader) -> Size:
-        """Return the rows and columns of tiles of an image, as the settings allow."""
+        """Return the rows and columns of tiles of an image, as the settings allow; 1 and 1 without tiling."""
         most = count_of(keys, "max_patches", 12)
         if not keys.flag("crop_to_patches") or most == 1:
             return 1, 1

@@ -1,4 +1,4 @@
-"""Output parsers: split the text of a model into text, reasoning and tool calls."""
+"""Output parsers: split the output text of a model into text, reasoning and tool calls."""
 
 import importlib.util
 import sys
@@ -113,7 +113,7 @@ TOOLS = LazyTable(
 
 
 class Chain:
-    """Chains a reasoning parser and a tool parser, which parses the text outside of the reasoning."""
+    """A reasoning parser, followed by a tool parser for the text outside of the reasoning."""
 
     def __init__(self, reasoning: Parser, tools: Parser) -> None:
         self.reasoning = reasoning
@@ -148,10 +148,11 @@ def answer_parser(
     make_id: Callable[[int, str], str] | None = None,
 ) -> Parser | Chain:
     """Return the parser of one output, by the names of its reasoning parser and its tool parser. Without
-    either, the whole output is text.
+    these names, the whole output is text.
 
-    `schemas` are the parameters of each function that may be called. `prompt` is the end of the rendered
-    prompt. `opened` is whether the output begins inside of reasoning, if the prompt does not determine it."""
+    `schemas` are the JSON schemas of parameters by function name, `make_id` returns ids of calls. `prompt` is
+    the end of the rendered prompt. `opened` is whether the output begins inside of reasoning, if the prompt
+    does not determine it."""
     first: Parser = REASONING[reasoning or "identity"](prompt)
     if opened is not None and isinstance(first, Reasoning):
         first.opened = opened_by(first.marks, prompt, opened)

@@ -1,6 +1,4 @@
-"""Grammars of outputs with optional tool calls, in the formats of the tool parsers.
-
-An output is free text, and calls with arguments that match the schemas of their tools."""
+"""Grammars that constrain outputs with optional tool calls, in the formats of the tool parsers."""
 
 import json
 import re
@@ -186,7 +184,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class _Grammar:
-    """Writer of the rules of one grammar."""
+    """Writes the rules of the grammar of one request."""
 
     def __init__(self, format: CallFormat, marks: Mapping[str, int]) -> None:
         self.format = format

@@ -15,7 +15,7 @@ from quire.text.parsers.json_text import JsonParser
 from quire.text.parsers.streaming import Wait
 
 IdMaker = Callable[[int, str], str]
-"""Function that returns a call id, by the index of the call and the name of the function."""
+"""Function that returns the id of a call, by its index in the output and the name of the function."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters, by function name."""
 
@@ -46,7 +46,7 @@ class ToolParser(JsonParser):
     def __init__(
         self, marks: Any = None, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
     ) -> None:
-        """Create a parser. `marks` are the marks of the format, for a class that parses several formats."""
+        """Create a parser. `marks` are the texts that mark calls, for a class that parses several formats."""
         self.marks = marks
         self.schemas = schemas or {}
         self.make_id = make_id or self.default_id
@@ -54,7 +54,7 @@ class ToolParser(JsonParser):
         """Cache of `types_of` by `id()` of the schema, which is used for every parameter."""
         self._num_calls = 0
         self._blank: list[str] = []
-        """White space that may precede a call."""
+        """White space after the last text, which is dropped if a call follows."""
         self._after_call = False
         super().__init__()
 

@@ -38,7 +38,7 @@ _IDS = ("abcdef123", f"functions.{_NAME}:0")
 _WITHOUT_MARKS = ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "xlam")
 """Formats without marks, in which a call must be at the start of the answer."""
 _LEADING_MARK = re.compile(r"<\|[^|]*\|>|</?think>")
-"""Marks of turns and of empty reasoning, which templates may write before a call."""
+"""Marks of messages and of empty reasoning, which templates may write before a call."""
 _PREFERRED = ("hermes", "qwen3_coder", "glm45", "llama3_json", "cohere_command3", "jamba", "pythonic")
 """Preferred names if several parsers parse the same text."""
 _FORMAT_MARKS = {
@@ -99,13 +99,14 @@ def _has_marks(name: str, template: str) -> bool:
 
 
 def _wrapping_marks(name: str) -> tuple[str, ...]:
-    """Return the marks around the rest of an answer, such as `<response>`."""
+    """Return the marks that a reasoning parser removes from the rest of an answer, such as `<response>`."""
     parser = REASONING[name]("")
     return parser.marks.dropped if isinstance(parser, Reasoning) else ()
 
 
 def _fitting_tool_parsers(template: str, reasoning: set[str]) -> list[str]:
-    """Return the names of the tool parsers that fit; first, those with the least text outside of the call."""
+    """Return the names of the tool parsers that find the rendered call, those with the least text around it
+    first."""
     if not _shows_tools(template):
         return []
     num_left: dict[str, int] = {}

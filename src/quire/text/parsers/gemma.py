@@ -16,7 +16,7 @@ _QUOTED = re.compile(r'("(?:[^"\\]|\\.?)*"?)', re.DOTALL)
 
 @dataclass(frozen=True)
 class GemmaMarks:
-    """The marks of a generation of Gemma."""
+    """Texts that mark calls and strings in one generation of Gemma models."""
 
     open: str
     close: str

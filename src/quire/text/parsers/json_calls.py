@@ -14,7 +14,7 @@ _OTHERS = ("id", "type", "tool_call_id")
 
 @dataclass(frozen=True)
 class JsonMarks:
-    """Marks around JSON tool calls."""
+    """Texts that mark the beginning and end of JSON tool calls."""
 
     opens: tuple[str, ...]
     """Marks that precede the calls; a mark that is a bracket is also the first character of the JSON."""
@@ -107,8 +107,8 @@ class ObjectParser(ToolParser):
 
 
 def _unpack(value: Any) -> str:
-    """Return arguments, which are an object or a string that contains an object, as JSON; empty if the value
-    is neither."""
+    """Return the arguments of a call, an object or a string with an object, as JSON; empty for other
+    values."""
     value = parse_json(value) if isinstance(value, str) else value
     if value is None:
         return "{}"

@@ -22,8 +22,8 @@ class JsonParser(Parser):
     """Base of parsers that read JSON."""
 
     def json_value(self, emit: Emit) -> Wait[bool]:
-        """Emit one value. Return False if it is incomplete or invalid. The emitted text is always the
-        beginning of a valid value.
+        """Pass the text of one JSON value to `emit`. Return False if the value is incomplete or invalid; the
+        emitted text is the beginning of a valid value even then.
 
         Control characters and invalid escapes in strings, which models write at times, are corrected."""
         closers: list[str] = []

@@ -11,7 +11,7 @@ from quire.text.parsers.streaming import Wait
 
 @dataclass(frozen=True)
 class NamedMarks:
-    """Marks of a call with a name and JSON arguments."""
+    """Texts that mark the parts of a tool call with a name and JSON arguments."""
 
     opens: tuple[str, ...]
     """Marks that may precede the calls."""

@@ -18,13 +18,13 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class PythonMarks:
-    """Marks around pythonic tool calls."""
+    """Texts that mark the beginning and end of pythonic tool calls."""
 
     opens: tuple[str, ...] = ()
     """Marks before the calls; without marks, calls begin with a bracket."""
     closes: tuple[str, ...] = ()
     lines: bool = False
-    """Whether calls stand one per line, without brackets around them."""
+    """Whether each call is on its own line, without brackets around the calls."""
 
 
 class Pythonic(ToolParser):

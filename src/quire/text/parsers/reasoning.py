@@ -13,7 +13,7 @@ class ReasoningMarkers:
     start: str
     end: str
     opened: bool = True
-    """Whether an output without a start mark begins inside of reasoning: most templates write the mark."""
+    """Whether outputs without a start mark begin inside of reasoning, since most templates write the mark."""
     starts: tuple[str, ...] = ()
     """Alternative start marks."""
     ends: tuple[str, ...] = ()
@@ -81,8 +81,8 @@ class AppendThink(Identity):
 
 
 def opened_by(marks: ReasoningMarkers, prompt: str, default: bool | None = None) -> bool:
-    """Whether the output begins inside of reasoning, by the end of the prompt. If the prompt ends with no
-    mark, the result is `default`, or `marks.opened` if `default` is None."""
+    """Return whether the output begins inside of reasoning, by the end of the prompt. If the prompt does not
+    end with a mark, return `default` or, if that is None, `marks.opened`."""
     prompt = prompt.rstrip()
     if prompt.endswith(tuple(mark.rstrip() for mark in (marks.start, *marks.starts))):
         return True

@@ -1,4 +1,4 @@
-"""The base of all parsers: a generator, the script, reads the text and yields when it needs more."""
+"""The base of all parsers: a generator, the script, reads output text and yields when it needs more."""
 
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -11,16 +11,16 @@ from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArgum
 
 Result = TypeVar("Result")
 Wait = Generator[None, None, Result]
-"""A part of a script, which yields when it needs more text, and returns its result."""
+"""A generator that is a part of a script: it yields when it needs more text, and returns its result."""
 Emit = Callable[[str], None]
 
 _MAX_HEADER = 512
-"""Maximum length of a name or key, in characters; longer text is not a header."""
+"""Maximum length in characters of a header, such as a function's name or a key before its value."""
 
 
 class Parser:
-    """Splits the text of one output, which arrives in arbitrary chunks, into pieces. Subclasses implement
-    `script`."""
+    """Splits the text of one output, which arrives in arbitrary chunks, into pieces: text, reasoning and tool
+    calls. Subclasses implement `script`."""
 
     keeps_special_tokens = False
     """Whether the marks are special tokens, so that the text must include special tokens."""
@@ -38,9 +38,10 @@ class Parser:
         self._position = 0
         """Position in the buffer up to which text was read."""
         self._hold_start: int | None = None
-        """Start in the buffer of the held text, which may have to be emitted; None if no text is held."""
+        """Position of held text in the buffer: it was read, but may have to be emitted as text. None: none is
+        held."""
         self._held_text: list[str] = []
-        """Held text that is no longer in the buffer, so that a long hold does not make the buffer long."""
+        """Held text that is no longer in the buffer, so that the buffer stays short."""
         self._ended = False
         self._out: list[Piece] = []
         self._running: Wait[None] = self.script()
@@ -82,14 +83,14 @@ class Parser:
     # ---- input of scripts
 
     def hold(self) -> None:
-        """Hold the text that is read from here on, since it may have to be emitted as text."""
+        """Hold the text that is read from here on, since it may turn out to be no call, and be emitted."""
         self._hold_start, self._held_text = self._position, []
 
     def release(self) -> None:
         self._hold_start, self._held_text = None, []
 
     def give_back(self) -> None:
-        """Emit the text that was read since `hold` as text, since it was not a call."""
+        """Emit the text that was read since `hold` as text; it was no call."""
         if self._hold_start is not None:
             self.text("".join(self._held_text) + self._buffer[self._hold_start : self._position])
         self.release()
@@ -152,7 +153,8 @@ class Parser:
         return literal
 
     def until(self, marks: tuple[str, ...], emit: Emit) -> Wait[str]:
-        """Emit the text before the first mark, and return the mark; empty at the end."""
+        """Pass the text before the first of these marks to `emit`, and return the mark, which is not read
+        yet. Return an empty text if the output ends without a mark."""
         while True:
             start, mark = self._find_mark(marks)
             if start > self._position:
@@ -176,9 +178,9 @@ class Parser:
                 return None
 
     def _find_mark(self, marks: tuple[str, ...], within: int | None = None) -> tuple[int, str]:
-        """Return position and text of the first mark. Without a mark, return the end of the text that
-        certainly has no mark, and an empty text. `within` is the maximum number of characters before the
-        mark."""
+        """Return the position and text of the first of these marks. Without a mark, return the position up to
+        which the buffer certainly has no mark, and an empty text. `within` is the maximum number of
+        characters before the mark."""
         longest, firsts, pattern = _shape(marks)
         size = len(self._buffer)
         end = size if within is None else self._position + within + longest

@@ -1,4 +1,4 @@
-"""Parser of tool calls with a tag per parameter, with value types from the tool's schema."""
+"""Parser of tool calls with a tag per parameter; the types of values are those of the tool's schema."""
 
 import html
 import json
@@ -93,7 +93,7 @@ class TaggedCalls(ToolParser):
         if header is None:
             return False
         yield from self.take(tags.key_end)
-        if tags.before_value:  # GLM-5 leaves this tag out at times
+        if tags.before_value:  # GLM-5 sometimes omits this tag
             yield from self.space()
             yield from self.take(tags.before_value)
         # DeepSeek: `key" string="true`; Kimi-K3: `key" type="string"`
@@ -145,8 +145,8 @@ class TaggedCalls(ToolParser):
         return bool(mark)
 
     def _follows(self) -> Wait[bool]:
-        """Return whether the next parameter or the end of the call follows the end tag of a value. If not,
-        the tag is a part of the value, such as a value in XML with the same tag."""
+        """Return whether the next parameter or the end of the call follows a value's end tag. If not, the tag
+        belongs to the value, which may be XML with the same tag."""
         tags = self.marks
         self.hold()
         is_end = not (yield from self.space())
