@@ -57,7 +57,7 @@ _OVERFLOWS_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausa
 """Architectures with hidden states that overflow float16."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
-# Smallest device memory in GiB; tokens per step by usage; requests. An A100 uses the last row.
+# Rows: least device memory in GiB, default tokens per step by usage, default requests. An A100 uses the last.
 CUDA_BUDGETS = (
     (160, {"llm": 16384, "server": 16384}, 1024),
     (70, {"llm": 16384, "server": 8192}, 1024),
@@ -87,31 +87,32 @@ class EngineConfig:
     speculation: SpecFacts | None = None
     """None for an engine without speculative decoding."""
     draft: Draft | None = None
-    """The draft model on the device; None without one."""
+    """The draft model of speculative decoding; None if drafts come without a model."""
     largest_items: Mapping[str, int] = field(default_factory=dict)
-    """Number of tokens of the largest possible item, by modality."""
+    """Number of placeholder tokens of the largest possible image, video and audio clip, by modality."""
     broken_plugins: tuple[str, ...] = ()
-    """Plugins that failed in the first process, which all other processes leave out."""
+    """Names of the plugins that failed in the first process; the other processes do not load them."""
     ray_group: str = ""
-    """Hex id of the Ray placement group for the ranks, with a first bundle for another actor; if empty, a new
-    group is created."""
+    """Hex id of an existing Ray placement group for the ranks; its first bundle is for another actor. If
+    empty, a new group is created."""
 
     @property
     def quant(self) -> QuantFacts | None:
-        """Return the quantization of a model directory, stored or online; None for a GGUF file."""
+        """Return the quantization of the weights, by the checkpoint or by `--quantization`. None for a GGUF
+        file."""
         if self.checkpoint.format == "gguf":
             return None
         return choose_quant(self.model.quantization, self.checkpoint.quant)
 
     @property
     def states_per_row(self) -> int:
-        """Return the number of SSM states of a running request in each layer. A step with draft tokens keeps
-        the state after each position, since the first rejected draft is known only afterwards."""
+        """Return the number of SSM states of a running request in each layer. A step with draft tokens stores
+        the state after each position, since the first rejected draft token is known only afterwards."""
         return _states_per_row(self.speculation)
 
     @property
     def rank_facts(self) -> ArchFacts:
-        """Return the facts of one tensor-parallel rank's shard."""
+        """Return the layer sizes of the model shard on one tensor-parallel rank."""
         parallel = self.parallel
         with_experts = not parallel.enable_expert_parallel
         return shard_facts(self.checkpoint.facts, parallel.tensor_parallel_size, with_experts=with_experts)

@@ -32,7 +32,7 @@ _VLLM_BACKENDS = {
         SEND,
     ),
 }
-"""Backends of vLLM, with the backend of Quire that is used instead."""
+"""All-to-all backends of vLLM, each with the backend of Quire that replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Eplb:
     step_interval: int = 3000
     """Steps between rebalancings."""
     num_redundant_experts: int = 0
-    """Number of expert slots beyond one per expert, over all devices."""
+    """Number of additional replicas of experts in each layer, over all devices."""
     use_async: bool = True
     """Whether to move one layer at a time between steps; otherwise all layers move at once."""
     log_balancedness: bool = False
@@ -90,7 +90,8 @@ def step_sync_address(parallel: ParallelSection) -> str:
 def with_experts(
     parallel: ParallelSection, facts: ArchFacts, args: dict[str, Any], *, pools: bool
 ) -> ParallelSection:
-    """Return the settings with Quire's backend names and ports; raise if the model does not support them."""
+    """Return the settings with the name of Quire's all-to-all backend and, if all engines are on this
+    machine, a free port. Raise if the model does not support expert parallelism with these settings."""
     parallel = replace(parallel, all2all_backend=_resolve_backend(parallel.all2all_backend))
     eplb = Eplb.of(parallel)
     if not parallel.enable_expert_parallel:

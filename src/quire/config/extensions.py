@@ -106,8 +106,8 @@ def _check_transfer(settings: Mapping[str, Any]) -> None:
 
 
 def with_installed(section: ExtensionSection, pooling: object, speculation: object) -> ExtensionSection:
-    """Return the section with the logits processors of installed packages in front. Engines that pool or
-    speculate ignore these, with a warning."""
+    """Return the section with the logits processors of installed packages before the configured ones. For a
+    pooling model or with speculative decoding, those of packages are ignored with a warning."""
     installed = installed_processors()
     if installed and (pooling is not None or speculation is not None):
         feature = "speculative decoding" if pooling is None else "a pooling model"
@@ -117,8 +117,8 @@ def with_installed(section: ExtensionSection, pooling: object, speculation: obje
 
 
 def load_class(path: str, setting: str) -> type:
-    """Import a class by `module:Class` or `module.Class`. Its module may import names of `vllm`, which are
-    then Quire's classes unless vLLM itself is imported."""
+    """Import a class by `module:Class` or `module.Class`. If its module imports names of `vllm`, it gets
+    Quire's classes, unless vLLM itself is already imported."""
     if path in _CLASSES:
         return _CLASSES[path]
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")

@@ -25,7 +25,7 @@ class KVEventSettings:
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
-    """Batches that are kept for replay."""
+    """Number of past batches of events that are kept for replay."""
     hwm: int = 100_000
     """Most messages that are queued for a slow subscriber; further messages are dropped. 0: no limit."""
     max_queue_size: int = 100_000

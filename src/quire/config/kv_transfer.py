@@ -12,8 +12,8 @@ from quire.config.sections import CacheSection, ParallelSection
 from quire.errors import ConfigError, nearest
 
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
-"""Connectors of vLLM. Quire implements their protocol with clients, but moves KV cache entries over its own
-connections."""
+"""Connectors of vLLM. Quire's requests and responses have their fields, but KV cache entries move over
+connections of Quire's own."""
 _KNOWN = (
     *("kv_connector", "kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy"),
     *("kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port"),
@@ -115,8 +115,8 @@ def _peer(text: str) -> tuple[str, int | None]:
 
 
 def transfer_of(config: Any) -> dict[str, Any]:
-    """Translate vLLM's kv_transfer_config: a connector for offloading becomes the flags of lower tiers; a
-    connector for prefill and decode in different engines stays as it is."""
+    """Translate vLLM's kv_transfer_config: a connector for offloading becomes the kv_offloading settings; a
+    connector for prefill and decode in different engines is returned unchanged."""
     if isinstance(config, dict) and config.get("kv_connector") is None:
         return {"kv_transfer_config": {}}
     if not isinstance(config, dict) or config["kv_connector"] not in CONNECTORS:

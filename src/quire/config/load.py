@@ -45,7 +45,8 @@ def load_section(
 
 
 def has_fixed_weights(checkpoint: Checkpoint, load: LoadSection) -> bool:
-    """Whether the format or the loading of the weights excludes updates of a running model."""
+    """Return whether the format of the weights, or how they are loaded, rules out updates of a running
+    model."""
     is_fixed = checkpoint.format == "gguf" or load.load_format == "sharded_state"
     return is_fixed or bool(load.cpu_offload_gb) or checkpoint.facts.borrowed is not None
 

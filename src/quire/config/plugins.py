@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 GROUP, VLLM_GROUP = "quire.plugins", "vllm.general_plugins"
-"""Groups of functions without arguments, which register models, parsers and the like."""
+"""Entry point groups of plugins: functions without arguments that register models, parsers and the like."""
 PROCESSORS = "vllm.logits_processors"
-"""Group of classes of logits processors."""
+"""Entry point group of logits processor classes."""
 _NO_EFFECT = {
     "vllm.stat_logger_plugins": "use quire.plugins.register_stat_logger, or read /metrics",
     "vllm.io_processor_plugins": "Quire has no IO processors",
     "vllm.platform_plugins": "Quire runs on CPUs and on CUDA devices",
     "vllm.endpoint_plugins": "use --middleware",
 }
-"""Groups of vLLM that are not loaded, with the reason or the remedy."""
+"""Entry point groups of vLLM that are not loaded, each with the reason or the remedy."""
 _BUILT_IN = ("lora_filesystem_resolver", "lora_hf_hub_resolver")
 """Plugins of vLLM itself that Quire replaces by built-in features."""
 
@@ -35,8 +35,8 @@ _BUILT_IN = ("lora_filesystem_resolver", "lora_hf_hub_resolver")
 def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Load the installed plugins, once per process, and return the names of the plugins that failed.
 
-    A child process passes the failed plugins of its parent as `broken`: they are left out, and the other
-    plugins are not reported again. `broken` is None in the first process."""
+    A child process passes the plugins that failed in its parent as `broken`: they are not loaded, and the
+    other plugins are not logged again. `broken` is None in the first process."""
     allowed = Env.read(os.environ).plugins
     if allowed == () or not (_declares_plugins() or allowed):
         return ()
@@ -103,7 +103,8 @@ def _rank(entry: "EntryPoint") -> tuple[bool, str]:
 
 
 def _report_unused(entries: "list[EntryPoint]", allowed: tuple[str, ...] | None) -> None:
-    """Warn about plugins of groups that are not supported, and about names that no package has."""
+    """Warn about plugins in unsupported entry point groups, and about names in `allowed` that no package
+    has."""
     for entry in entries:
         if entry.group in _NO_EFFECT and (allowed is None or entry.name in allowed):
             reason = _NO_EFFECT[entry.group]
