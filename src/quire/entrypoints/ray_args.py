@@ -1,4 +1,5 @@
-"""The arguments of the Ray Serve application: flags of `quire serve`, and settings of the fleet."""
+"""The arguments of the Ray Serve application: flags of `quire serve`, and settings of the fleet
+(replicas)."""
 
 import argparse
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ _REPLACEMENTS = {
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the fleet of a model, beside the flags of `quire serve`."""
+    """Settings of the replicas of a model (its fleet), in addition to the flags of `quire serve`."""
 
     min_replicas: int = 1
     max_replicas: int = 0
