@@ -79,7 +79,7 @@ def _limits(text: str) -> dict[str, int]:
 
 
 def _buckets(text: str) -> dict[Bucket, float]:
-    """Parse buckets; keys may be strings, as in JSON."""
+    """Parse the weight of each size of media; keys may be strings, as in JSON."""
     try:
         entries = ast.literal_eval(text)
         keys = [ast.literal_eval(key) if isinstance(key, str) else key for key in entries]

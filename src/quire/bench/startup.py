@@ -31,7 +31,7 @@ NAMES = {"startup_time": "startup time", "import_time": "import time", "first_to
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds since the process was started."""
+    """Times of one start, in seconds since the process was started, and its memory afterwards."""
 
     import_time: float
     startup_time: float

@@ -120,7 +120,8 @@ def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequenc
 
 
 def _journal(path: Path, key: list[Any]) -> Iterator[TunePoint]:
-    """Yield the points that an earlier run has measured; truncated lines are skipped."""
+    """Yield the points that earlier runs with the same `key` (model and workload) have measured; truncated
+    lines are skipped."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
