@@ -87,12 +87,13 @@ INSTANCES: dict[str, tuple[str, int]] = {
     "standard_nd96isr_h100_v5": ("h100", 8),
     "standard_nd96isr_h200_v5": ("h200", 8),
 }
-"""Cloud instances: their GPU in `DEVICES`, and how many of it they have."""
+"""Cloud instances by name: their kind of GPU in `DEVICES`, and the number of GPUs."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gib|gb|g)?", re.IGNORECASE)
 
 
 def device(name: str) -> Accelerator:
-    """Return a device by name, by its cloud instance, or by its GiB with the rates of an H100."""
+    """Return a device by its name or by a cloud instance. A number is its memory in GiB, with the rates of an
+    H100."""
     kind, per_node = INSTANCES.get(name.lower(), ("", 0))
     if kind:
         return DEVICES[kind]._replace(per_node=per_node)

@@ -21,7 +21,7 @@ _NEEDED = ("layers", "hidden", "heads", "intermediate", "vocab")
 
 
 class KnownSizes(NamedTuple):
-    """A dense decoder with sizes that many models share."""
+    """Sizes of a dense decoder that many models share."""
 
     layers: int
     hidden: int
