@@ -47,7 +47,8 @@ class JoinNode(msgspec.Struct, tag="enlist"):
 
 
 class NodeJoined(msgspec.Struct, tag="noted"):
-    """Answer of the head. An empty `problem` accepts the node; `ends` means that the head itself ends."""
+    """Answer of the head to a `JoinNode`. An empty `problem` accepts the node; `ends` means that the head
+    itself ends."""
 
     problem: str = ""
     ends: bool = False
@@ -64,7 +65,8 @@ class _Node:
 
 
 class NodeRegistry:
-    """The head's list of cores on other machines. Their addresses are kept in files, for other processes."""
+    """The head's list of cores on other machines. API processes read their addresses from files in
+    `folder`."""
 
     def __init__(
         self, host: str, port: int, *, size: int, awaited: Iterable[int], folder: Path, token: str
@@ -191,7 +193,7 @@ class NodeRegistry:
 
 
 class Announcer:
-    """Announces the cores of this machine to the head, periodically."""
+    """Announces the cores of this machine to the head node, periodically."""
 
     def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str], token: str) -> None:
         self.head = f"{host}:{port}"

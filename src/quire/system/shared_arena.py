@@ -17,8 +17,8 @@ from quire.data.multimodal import StoredArrays
 from quire.errors import EngineError
 
 _LINE = 64
-"""Alignment of objects. Each begins with two words of 4 bytes: the number of releases by its receivers, and
-its generation."""
+"""Alignment of objects in bytes. Each begins with two words of 4 bytes: the number of releases by its
+receivers, and its generation."""
 _HEAD = 8
 """Bytes of the two words at the start of an object."""
 _WRAP = 1 << 32
@@ -43,8 +43,9 @@ class SharedObject:
 class SharedArena:
     """The shared memory on the side of its owner, which allocates it.
 
-    An object is overwritten after it was dropped, no `StoredArrays` of it exists in this process, and the
-    other process has released all that were sent to it. Releases are counted in the object itself.
+    An object may be overwritten once it was dropped, no reference (`StoredArrays`) to it exists in this
+    process, and the other process has released every reference that it received. Releases are counted in the
+    header of the object.
     """
 
     def __init__(self, num_bytes: int, max_parcel_bytes: int) -> None:
@@ -178,7 +179,7 @@ class ArenaReader:
 
     def __init__(self) -> None:
         self._memories: dict[tuple[int, int], _Memory] = {}
-        """Mappings, the newest last. A restarted owner has a new memory."""
+        """Mapped memories by device and inode, the newest last. A restarted owner creates a new memory."""
         self._ended: deque[tuple[tuple[int, int], int]] = deque()
 
     def take(self, stored: StoredArrays) -> bool:

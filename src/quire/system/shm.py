@@ -15,7 +15,7 @@ import threading
 import time
 
 CAPACITY = 1 << 20
-"""Bytes in flight; a longer message is sent piece by piece."""
+"""Bytes of a ring; a longer message is sent piece by piece."""
 SPIN_S = 50e-6
 """Seconds that a reader spins before it sleeps, if there are spare cores."""
 
