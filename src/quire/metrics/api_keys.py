@@ -52,7 +52,7 @@ class KeyPages:
 
     @contextmanager
     def agreed(self, key: int) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float64]]"]:
-        """Yield the values of a key in the common page, and hold their lock against other processes."""
+        """Yield the values of a key in the common page, under the lock that all processes use."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_EX)
         try:

@@ -39,7 +39,8 @@ def length_buckets(longest: int) -> list[float]:
 
 
 class MetricsLayout:
-    """The position of each series in a page of numbers. All processes of an engine use the same layout."""
+    """The index of each series in a page (an array of numbers). All processes of an engine use the same
+    layout."""
 
     def __init__(self, max_model_len: int, max_drafts: int = 0) -> None:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
@@ -239,7 +240,7 @@ class MetricsPages:
 
 
 class EngineMetrics:
-    """Exports the pages as Prometheus metrics."""
+    """Exports the numbers of `MetricsPages` as Prometheus metrics."""
 
     def __init__(
         self,

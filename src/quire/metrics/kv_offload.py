@@ -1,4 +1,4 @@
-"""Metrics of the lower tiers of the KV cache, and of transfers between engines, with vLLM's names."""
+"""Metrics of KV cache offloading, and of KV cache transfers between engines, with vLLM's names."""
 
 from collections.abc import Callable
 
