@@ -10,7 +10,7 @@ class QuireError(Exception):
 
 
 class ConfigError(QuireError, ValueError):
-    """Raised if the configuration is invalid: a flag, a model file, a combination. Nothing has started."""
+    """Raised if a flag, a model file or a combination of settings is invalid, before the engine starts."""
 
 
 class RequestError(QuireError, ValueError):
