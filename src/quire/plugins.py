@@ -62,7 +62,7 @@ class ModelRegistry:
 
 
 def _family(architecture: str, config: Any) -> Family:
-    """Return the family of a plugin's architecture, with the function that reads its config.json."""
+    """Return the `Family` of a plugin's architecture: its model_type and the reader of its config.json."""
     if config is None:
         known = ALIASES.get(architecture, architecture)
         return FAMILIES.get(known) or Family(architecture, _read_by_model_type)

@@ -211,7 +211,7 @@ def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> OnOffRun:
 
 
 def _mixed_lengths(sizes: WorkloadSizes, turn: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return prompts and limits of four batches, with outputs of very different lengths."""
+    """Return the prompts and sampling parameters of four batches, with outputs of very different lengths."""
     draw = random.Random(turn)
     prompts = [_prompt(draw, 16) for _ in range(4 * sizes.streams)]
     return prompts, [_greedy_params(draw.randint(sizes.answer // 8, sizes.answer)) for _ in prompts]

@@ -19,7 +19,7 @@ class Topology:
 
     @property
     def remote(self) -> list[int]:
-        """Return the served ranks that run on other machines."""
+        """Return the ranks of `served` that run on other machines."""
         return [rank for rank in self.served if rank not in self.local]
 
 

@@ -206,7 +206,7 @@ def _resolve_observability(values: Mapping[str, Any], usage: str) -> Observabili
 def _disable_for_pooling(
     values: dict[str, Any], pooling: PoolingFacts | None, checkpoint: Checkpoint, max_model_len: int
 ) -> dict[str, Any]:
-    """Turn off the settings that pooling does not support, with a warning for each that was enabled."""
+    """Return the settings without those that pooling does not support; warn about each that was on."""
     facts = checkpoint.facts
     if pooling is not None and facts.borrowed is not None:
         raise ConfigError(

@@ -35,7 +35,7 @@ NO_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Limits of the store of /v1/responses."""
+    """Limits of the responses that /v1/responses stores."""
 
     max_count: int = 4096
     """Most responses that are kept."""

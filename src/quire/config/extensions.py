@@ -16,7 +16,7 @@ log = get_logger(__name__)
 _PATH = re.compile(r"[A-Za-z_][\w.]*[:.][A-Za-z_][\w.<>]*")
 TRANSFER_BACKENDS = ("nccl", "gloo", "ipc", "shared_memory", "file")
 _CLASSES: dict[str, type] = {}
-"""Classes that this process passed as objects, by path."""
+"""Classes that the user of this process passed as objects, by path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class ExtensionSection:
     enable_return_routed_experts: bool = False
     """Return the experts that each token was routed to with the output of every request."""
     return_sampling_mask: bool = False
-    """Return the ids that each token could have been after top_k, top_p and min_p with the output of every
-    request. Needs logprobs_mode `processed_logprobs`."""
+    """Return with every output the token ids that top_k, top_p and min_p left to choose from, for each token.
+    Needs logprobs_mode `processed_logprobs`."""
 
 
 def name_classes(args: Mapping[str, Any]) -> dict[str, Any]:

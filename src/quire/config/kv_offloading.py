@@ -73,7 +73,7 @@ def resolve_offloading(
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise if the folder, or its nearest parent that exists, cannot be used."""
+    """Raise if the folder, or its nearest parent that exists, cannot be read and written."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"kv_offloading_dir={str(folder)!r}: {existing} is not a directory")

@@ -32,7 +32,7 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """Role and peers of an engine that exchanges prefixes with other engines."""
+    """Role and peers of an engine that exchanges cached prefixes with other engines."""
 
     role: str
     engine_id: str | None = None

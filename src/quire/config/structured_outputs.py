@@ -9,7 +9,7 @@ from quire.logs import get_logger, warn_once
 logger = get_logger(__name__)
 
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
-"""Switches of a request that may be turned on for all requests."""
+"""Switches of StructuredOutputsParams that may also be turned on for all requests."""
 _WITHOUT_EFFECT = ("backend", "disable_fallback")
 _ELSEWHERE = {
     "reasoning_parser": "--reasoning-parser",

@@ -372,7 +372,7 @@ class LLM(LLMControl):
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default params: the model's generation_config.json, or neutral values."""
+        """Return the default sampling parameters: the model's (generation_config.json), or neutral values."""
         return SamplingParams(**self._defaults)
 
     def get_metrics(self) -> list[Metric]:

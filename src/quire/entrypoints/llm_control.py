@@ -116,7 +116,7 @@ class LLMControl:
 
 
 def transfer_info(request: Any, name: str) -> Mapping[str, Any]:
-    """Return the part of a request that describes a transfer; requests are dicts or objects."""
+    """Return the entry `name` of a weight transfer request, which is a dict or an object."""
     info = request.get(name) if isinstance(request, Mapping) else getattr(request, name, None)
     if not isinstance(info, Mapping):
         raise RequestError(f"the request needs {name!r}, a dict of the backend's keys", param=name)

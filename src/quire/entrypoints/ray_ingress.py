@@ -107,7 +107,7 @@ def _with_local_files(config: EngineConfig, model: FleetModel) -> EngineConfig:
 
 
 class _FleetBackend:
-    """The fleet of a model as part of a pool: Ray Serve starts and ends its replicas, the pool does not."""
+    """The fleet of a model in a `ModelPool`, which does not start or end replicas: Ray Serve does."""
 
     is_loaded = True
 

@@ -35,7 +35,7 @@ _VLLM_NAMES = {
     **dict.fromkeys(("float32", "float"), "fp32"),
     **dict.fromkeys(("awq", "gptq"), "int4"),
 }
-"""Names of vLLM's --dtype and --quantization, and their precisions."""
+"""Values of vLLM's --dtype and --quantization, each with its precision."""
 
 
 def add_flags(parser: ArgumentParser) -> None:

@@ -95,7 +95,7 @@ def subject(model: str, env: Env, *, advice: str = _ADVICE, **options: Any) -> t
 
 
 def precision_in(name: str) -> str | None:
-    """Return the precision that a model's name has, such as `-FP8` or `-AWQ`, or None."""
+    """Return the precision that a model's name states, such as `-FP8` or `-AWQ`, or None."""
     return next((kind for kind, words in _NAMED_PRECISIONS.items() if words.search(name)), None)
 
 
@@ -136,7 +136,7 @@ def _count(flag: str, text: str, largest: float) -> float:
 
 def _dense(params: float) -> Checkpoint:
     """Estimate a dense model: layers and hidden size interpolated between those of `KNOWN`, and the
-    intermediate size that the remaining parameters make."""
+    intermediate size from the remaining parameters."""
     rows = [
         (count_parameters(_build_checkpoint(known._asdict()).facts).total, known) for known in KNOWN.values()
     ]

@@ -126,7 +126,7 @@ class SharedArena:
             self._settle()
 
     def reset_receiver(self) -> None:
-        """Release all objects of the other process after its death."""
+        """Count all objects as released by the other process, which has died."""
         with self._lock:
             for parcel in self._parcels.values():
                 parcel.num_sent = self._words[parcel.start // 4]
@@ -174,7 +174,7 @@ class _Memory:
 class ArenaReader:
     """The receiving side: keeps an object until this process has no reference to it, then releases it.
 
-    Release is automatic: it follows the end of requests and plans, however they end.
+    Objects are released when the requests and step plans that refer to them end, however they end.
     """
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class ArenaView:
 
 
 def _key(path: str) -> tuple[int, int]:
-    """Return the identity of a memory: a descriptor number may be reused."""
+    """Return what identifies a memory: device and inode, since descriptor numbers are reused."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 
