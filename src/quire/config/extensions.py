@@ -111,7 +111,8 @@ def with_installed(section: ExtensionSection, pooling: object, speculation: obje
     installed = installed_processors()
     if installed and (pooling is not None or speculation is not None):
         feature = "speculative decoding" if pooling is None else "a pooling model"
-        log.warning("Installed logits processors are ignored with %s: %s", feature, ", ".join(installed))
+        text = "Logits processors of installed packages are not used with %s: %s"
+        log.warning(text, feature, ", ".join(installed))
         return section
     return replace(section, logits_processors=(*installed, *section.logits_processors))
 

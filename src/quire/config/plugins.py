@@ -55,8 +55,8 @@ def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
                     f"plugin {name!r} of {_origin(entry)} failed: {one_line(error)}; repair it, or remove it"
                     " from the list of plugins (QUIRE_PLUGINS or VLLM_PLUGINS)"
                 ) from error
-            log.error("Plugin %r of %s failed and is left out: %s", name, _origin(entry), one_line(error))
-            log.debug("Plugin %r failed", name, exc_info=error)
+            log.error("Plugin %r of %s failed and is not used: %s", name, _origin(entry), one_line(error))
+            log.debug("Stack trace of plugin %r", name, exc_info=error)
             failed.append(name)
     return tuple(failed)
 
@@ -82,8 +82,8 @@ def _call(entry: "EntryPoint", *, first: bool) -> None:
         log.info("Loaded plugin %r of %s", entry.name, _origin(entry))
         if not had_torch and "torch" in sys.modules:
             log.warning(
-                "Plugin %r imports torch, so every API process does: register 'module:Class' strings, and"
-                " import torch in that module only",
+                "Plugin %r imports torch when it is loaded, which slows the start of every API process:"
+                " register classes as 'module:Class' strings, and import torch only in their modules",
                 entry.name,
             )
 
@@ -107,19 +107,14 @@ def _report_unused(entries: "list[EntryPoint]", allowed: tuple[str, ...] | None)
     has."""
     for entry in entries:
         if entry.group in _NO_EFFECT and (allowed is None or entry.name in allowed):
-            reason = _NO_EFFECT[entry.group]
-            log.warning(
-                "Plugin %r of %s in the group %s has no effect: %s",
-                entry.name,
-                _origin(entry),
-                entry.group,
-                reason,
-            )
+            text = "Plugin %r of %s is not used, since Quire does not load entry points of the group %s: %s"
+            log.warning(text, entry.name, _origin(entry), entry.group, _NO_EFFECT[entry.group])
     names = sorted({entry.name for entry in entries})
     for name in allowed or ():
         if name not in names and name not in _BUILT_IN:
             hint = nearest(name, names) or f"; installed: {', '.join(names) or 'none'}"
-            log.warning("No installed package has the plugin %r of VLLM_PLUGINS%s", name, hint)
+            text = "QUIRE_PLUGINS or VLLM_PLUGINS lists the plugin %r, which no installed package has%s"
+            log.warning(text, name, hint)
 
 
 def _origin(entry: "EntryPoint") -> str:
