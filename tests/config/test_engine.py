@@ -19,11 +19,11 @@ from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.config.args import EngineArgs, check_args
 from quire.config.attention_backends import check_backend
-from quire.config.engine import GIB, EngineConfig, resolve
+from quire.config.engine import EngineConfig, resolve
 from quire.config.env import Env
 from quire.config.generation import default_sampling
 from quire.config.load import load_section
-from quire.config.machine import Machine
+from quire.config.machine import GIB, Machine
 from quire.config.parallel import stage_layers
 from quire.config.sections import SECTIONS, options
 from quire.config.unsupported import UNSUPPORTED

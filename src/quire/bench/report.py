@@ -15,6 +15,8 @@ TITLES = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+"""Percentiles that `bench latency` and `bench startup` report, as in vLLM."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 

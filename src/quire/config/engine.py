@@ -28,7 +28,7 @@ from quire.config.kv_offloading import resolve_offloading
 from quire.config.kv_transfer import check_transfer
 from quire.config.load import load_section
 from quire.config.lora import lora_section
-from quire.config.machine import Machine
+from quire.config.machine import GIB, Machine
 from quire.config.parallel import stage_layers
 from quire.config.profiling import Profiling
 from quire.config.routed_experts import check_routed_experts
@@ -51,7 +51,6 @@ from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-GIB = 1 << 30
 CPU_KV_CACHE_LIMIT = 4 * GIB
 _OVERFLOWS_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Glm4ForCausalLM")
 """Architectures with hidden states that overflow float16."""
