@@ -7,7 +7,7 @@ from typing import Any
 from quire.checkpoint.facts import ArchFacts
 from quire.config.data_parallel import local_ranks
 from quire.config.sections import ParallelSection
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys, nearest
 from quire.logs import get_logger, warn_once
 
 log = get_logger(__name__)
@@ -53,11 +53,8 @@ class Eplb:
     @staticmethod
     def of(parallel: ParallelSection) -> "Eplb":
         known = {item.name: item for item in fields(Eplb)}
+        check_keys("eplb_config", parallel.eplb_config, list(known))
         for name, value in parallel.eplb_config.items():
-            if name not in known:
-                raise ConfigError(
-                    f"unknown eplb_config key {name!r}; known: {', '.join(known)}{nearest(name, list(known))}"
-                )
             kind, least = known[name].type, 0 if name == "num_redundant_experts" else 1
             if type(value) is not kind or (value is not False and value < least):
                 what = "true or false" if kind is bool else f"a whole number of at least {least}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.config.plugins import installed_processors
-from quire.errors import ConfigError, one_line
+from quire.errors import ConfigError, check_keys, one_line
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -96,9 +96,7 @@ def _check_mask(section: ExtensionSection, pooling: object, speculation: object,
 
 
 def _check_transfer(settings: Mapping[str, Any]) -> None:
-    for name in settings:
-        if name != "backend":
-            raise ConfigError(f"unknown weight_transfer_config key {name!r}; known: backend")
+    check_keys("weight_transfer_config", settings, ["backend"])
     backend = settings.get("backend", "")
     if settings and backend not in TRANSFER_BACKENDS:
         known = ", ".join(TRANSFER_BACKENDS)

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.checkpoint.layout import CacheSpec
 from quire.config.machine import Machine
-from quire.errors import ConfigError
+from quire.errors import ConfigError, check_keys
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -100,7 +100,7 @@ def offloading_of(config: Any, others: Sequence[str] = ()) -> dict[str, Any]:
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r} must be an object")
-    _check_extra(extra)
+    check_extra(extra, (*_SIZES, *_ALLOWED, *_WITHOUT_EFFECT, "secondary_tiers"), _ALLOWED)
     num_bytes = extra.get("cpu_bytes_to_use", _SIMPLE_BYTES if connector == _CONNECTORS[1] else None)
     if not isinstance(num_bytes, int | float) or isinstance(num_bytes, bool) or num_bytes <= 0:
         raise ConfigError(
@@ -115,16 +115,14 @@ def offloading_of(config: Any, others: Sequence[str] = ()) -> dict[str, Any]:
     return mapped | _secondary_tier(extra.get("secondary_tiers") or [])
 
 
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise for keys and values that Quire does not support."""
-    known = (*_SIZES, *_ALLOWED, *_WITHOUT_EFFECT, "secondary_tiers")
+def check_extra(
+    extra: Mapping[str, Any], known: Sequence[str], allowed: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Raise if kv_connector_extra_config has an unknown key, or a value that `allowed` lacks for its key."""
+    check_keys("kv_connector_extra_config", extra, known)
     for name, value in extra.items():
-        if name not in known:
-            raise ConfigError(
-                f"kv_connector_extra_config: unknown key {name!r}; known: {', '.join(sorted(known))}"
-            )
-        if name in _ALLOWED and value not in _ALLOWED[name]:
-            choices = " or ".join(map(repr, _ALLOWED[name]))
+        if name in allowed and value not in allowed[name]:
+            choices = " or ".join(map(repr, allowed[name]))
             raise ConfigError(f"kv_connector_extra_config: {name}={value!r} is not supported; use {choices}")
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.layout import CacheSpec
-from quire.config.kv_offloading import ROLES, offloading_of
+from quire.config.kv_offloading import ROLES, check_extra, offloading_of
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection, ParallelSection
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys
 
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
 """Connectors of vLLM. Quire's requests and responses have their fields, but KV cache entries move over
@@ -23,7 +23,7 @@ _EXTRA = (
     *("peers", "load_timeout", "backends", "num_threads", "kv_lease_duration", "bidirectional_kv_xfer"),
     *("kv_recompute_threshold", "decoder_kv_blocks_ttl", "engine_ttl", "enforce_handshake_compat"),
 )
-_ONLY = {"bidirectional_kv_xfer": False, "enforce_handshake_compat": True}
+_ALLOWED = {"bidirectional_kv_xfer": (False,), "enforce_handshake_compat": (True,)}
 """Keys of kv_connector_extra_config with the only value that Quire supports."""
 _POLICIES = ("recompute", "fail")
 _ENGINE_ID = re.compile(r"\w[\w.-]{0,127}")
@@ -56,7 +56,7 @@ class TransferSettings:
         """Validate the settings; return None if the engine exchanges no prefixes."""
         if not config:
             return None
-        _check_keys("kv_transfer_config", config, _KNOWN)
+        check_keys("kv_transfer_config", config, _KNOWN)
         role, engine_id = config.get("kv_role"), config.get("engine_id")
         if role not in ROLES:
             raise ConfigError(f"kv_transfer_config: kv_role={role!r} must be one of {', '.join(ROLES)}")
@@ -73,7 +73,7 @@ class TransferSettings:
         extra = config.get("kv_connector_extra_config") or {}
         if not isinstance(extra, dict):
             raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r} must be an object")
-        _check_extra(extra)
+        check_extra(extra, _EXTRA, _ALLOWED)
         seconds = extra.get("load_timeout", 30.0)
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= 3600:
             raise ConfigError(
@@ -81,20 +81,6 @@ class TransferSettings:
                 " most 3600"
             )
         return TransferSettings(role, engine_id, policy == "fail", _peers(extra), float(seconds))
-
-
-def _check_keys(place: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in (name for name in values if name not in known):
-        raise ConfigError(
-            f"{place}: unknown key {name!r}; known: {', '.join(known)}{nearest(str(name), known)}"
-        )
-
-
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    _check_keys("kv_connector_extra_config", extra, _EXTRA)
-    for name, value in extra.items():
-        if name in _ONLY and value is not _ONLY[name]:
-            raise ConfigError(f"kv_connector_extra_config: {name}={value!r} is not supported; leave it out")
 
 
 def _peers(extra: Mapping[str, Any]) -> tuple[tuple[str, int | None], ...]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from quire.config.args import check_value
 from quire.config.sections import FieldRule, options_of
 from quire.config.unsupported import UNSUPPORTED, check_supported
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys, nearest
 from quire.logs import get_logger, warn_once
 
 log = get_logger(__name__)
@@ -134,19 +134,15 @@ def _merge_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Check that every key is known, has its type and is within its bounds."""
     known = options_of({"speculative_config": SpecFacts})
-    listed = [*SpecFacts.__dataclass_fields__, *IGNORED]
+    check_keys("speculative_config", config, [*SpecFacts.__dataclass_fields__, *IGNORED])
     checked = {}
     for name, value in config.items():
         if name in IGNORED:
             warn_once(log, f"speculative_config.{name}={value!r} has no effect in Quire and is ignored")
         elif name in known:
             checked[name] = check_value(replace(known[name], name=f"speculative_config.{name}"), value)
-        elif name in listed:
-            checked[name] = value
         else:
-            raise ConfigError(
-                f"unknown speculative_config key {name!r}; known: {', '.join(listed)}{nearest(name, listed)}"
-            )
+            checked[name] = value
     return checked
 
 
