@@ -64,7 +64,7 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         gguf_file=values.get("gguf_file"),
         with_code=values.get("trust_remote_code", False),
         needs_config=config_path is None,
-        **_download_options(values, env),
+        **download_options(values, env),
     )
 
     def resolve_files() -> EngineConfig:
@@ -111,7 +111,7 @@ def _weights_tell_quantization(config: EngineConfig) -> bool:
     return any(stored.quant is None and is_saved_by_hqq(stored.path) for stored in checkpoints)
 
 
-def _download_options(values: Mapping[str, Any], env: Env) -> dict[str, Any]:
+def download_options(values: Mapping[str, Any], env: Env) -> dict[str, Any]:
     """Return the keyword arguments for `locate` and `find_model` that are the same for every download."""
     return {
         "download_dir": values.get("download_dir"),
@@ -154,7 +154,7 @@ def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:
     not set."""
     if values.get("hf_config_path") is None:
         return None
-    return locate(values["hf_config_path"], load_format="dummy", **_download_options(values, env))
+    return locate(values["hf_config_path"], load_format="dummy", **download_options(values, env))
 
 
 def _find_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env) -> ModelFiles | None:
@@ -166,7 +166,7 @@ def _find_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env) 
         drafts["model"],
         revision=drafts.get("revision"),
         load_format=values.get("load_format", "auto"),
-        **_download_options(values, env),
+        **download_options(values, env),
     )
 
 

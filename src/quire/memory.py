@@ -57,6 +57,13 @@ def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs:
     return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits
 
 
+def step_bytes(config: EngineConfig) -> int:
+    """Return the peak bytes of a step with the maximum number of tokens and requests."""
+    limits = config.scheduler
+    num_tokens, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+    return activation_bytes(config.rank_facts, config.model.dtype, num_tokens=num_tokens, num_seqs=num_seqs)
+
+
 def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
     """Return the bytes for the decode steps of up to `max_taped` sequences that a CPU records and replays."""
     taped = 0 if config.model.enforce_eager else min(config.scheduler.max_num_seqs, max_taped)
@@ -348,14 +355,7 @@ def model_memory(config: EngineConfig) -> ModelMemory:
     else:
         share = int(machine.total_bytes * cache.gpu_memory_utilization)
         return ModelMemory(weights * sharing, share * sharing)
-    limits = config.scheduler
-    step = activation_bytes(
-        config.rank_facts,
-        config.model.dtype,
-        num_tokens=limits.max_num_batched_tokens,
-        num_seqs=limits.max_num_seqs,
-    )
-    return ModelMemory(weights * sharing, (weights + kv_bytes + step) * sharing)
+    return ModelMemory(weights * sharing, (weights + kv_bytes + step_bytes(config)) * sharing)
 
 
 def _stored_bytes(config: EngineConfig) -> int:

@@ -19,12 +19,12 @@ from quire.memory import (
     CacheRoom,
     CacheSize,
     OffloadedLayers,
-    activation_bytes,
     choose_offloaded,
     graph_bytes,
     human,
     size_cache,
     smallest_cache,
+    step_bytes,
     tape_bytes,
 )
 
@@ -219,7 +219,7 @@ def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any
 
 def memory_of(config: EngineConfig, precision: str) -> Memory:
     """Return the memory of a device without the KV cache."""
-    parallel, limits = config.parallel, config.scheduler
+    parallel = config.parallel
     stages = stage_weights(
         config.checkpoint, precision, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     )
@@ -227,12 +227,7 @@ def memory_of(config: EngineConfig, precision: str) -> Memory:
     offloaded = [choose_offloaded(stage.layers, wanted_bytes) for stage in stages]
     resident = [stage.total - x.host_bytes for stage, x in zip(stages, offloaded, strict=True)]
     number = max(range(len(stages)), key=lambda n: resident[n] + offloaded[n].buffer_bytes)
-    activations = activation_bytes(
-        config.rank_facts,
-        config.model.dtype,
-        num_tokens=limits.max_num_batched_tokens,
-        num_seqs=limits.max_num_seqs,
-    )
+    activations = step_bytes(config)
     if config.machine.device == "cpu":
         return Memory(resident[number], activations, tape_bytes(config), 0)
     graphs, libraries = graph_bytes(config), int(LIBRARY_BYTES)
@@ -281,11 +276,6 @@ def kv_dtype(config: EngineConfig) -> str:
     """Return the KV cache dtype."""
     requested = config.cache.kv_cache_dtype
     return requested if requested in DTYPE_BYTES else config.model.dtype
-
-
-def bytes_of_cache(config: EngineConfig) -> int:
-    """Return the bytes of one value in the KV cache."""
-    return DTYPE_BYTES[kv_dtype(config)]
 
 
 def layouts(most: int, per_node: int) -> Iterator[tuple[int, int]]:

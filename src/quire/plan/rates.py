@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.checkpoint.layout import cache_specs
+from quire.checkpoint.layout import DTYPE_BYTES, cache_specs
 from quire.checkpoint.weights import LayerWeights, count_parameters
 from quire.plan.devices import DEVICES, Accelerator
-from quire.plan.estimate import MemoryFit, bytes_of_cache, computes_in_8_bits, weight_bytes
+from quire.plan.estimate import MemoryFit, computes_in_8_bits, kv_dtype, weight_bytes
 
 _SUM_S = 10e-6
 """Assumed seconds of a small all-reduce within a machine; there are two per layer."""
@@ -150,11 +150,9 @@ def copy_seconds(fit: MemoryFit, device: Accelerator) -> float:
 def _cache_bytes(fit: MemoryFit, context: int) -> int:
     """Return the cache bytes that decoding one token of a sequence of `context` tokens reads."""
     assert fit.config is not None
-    dtype_bytes = bytes_of_cache(fit.config)
-    kv_dtype = fit.config.cache.kv_cache_dtype
-    specs = [
-        spec.stored_as(kv_dtype) for spec in cache_specs(fit.config.checkpoint.facts) if spec is not None
-    ]
+    dtype_bytes = DTYPE_BYTES[kv_dtype(fit.config)]
+    requested, layers = fit.config.cache.kv_cache_dtype, cache_specs(fit.config.checkpoint.facts)
+    specs = [spec.stored_as(requested) for spec in layers if spec is not None]
     paged = [spec for spec in specs if spec.is_paged]
     num_values = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in paged)
     return dtype_bytes * sum(num_values) + sum(spec.row_bytes(dtype_bytes) for spec in specs)
