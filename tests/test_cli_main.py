@@ -231,6 +231,11 @@ def test_interrupted_import_is_exit_code_130(
     assert capsys.readouterr().err == "quire serve: interrupted\n"
 
 
+def test_adapters_without_enable_lora_are_reported_before_the_model_is_looked_for(capsys: Capture) -> None:
+    assert main(["serve", "absent", "--port", "0", "--lora-modules", "a=x"]) == 1
+    assert "lora_modules needs enable_lora" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("models", [["absent"], ["absent", "missing"]], ids=["one", "several"])
 def test_port_in_use_is_reported_before_the_model_is_looked_for(models: list[str], capsys: Capture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

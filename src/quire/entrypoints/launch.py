@@ -29,7 +29,7 @@ from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind
-from quire.server.lora.registry import LoRARegistry, check_modules
+from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import locate_modules
 from quire.server.settings import ServerSettings
 from quire.system.child import Child
@@ -314,7 +314,6 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
             "the store of responses (VLLM_ENABLE_RESPONSES_API_STORE) is in the memory of one API process, "
             f"but there are {topology.num_api} of them: use --api-server-count 1, or disable the store"
         )
-    check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
     raise_file_limit()
     with Scratch() as scratch:
         return Supervisor(config, settings, topology, scratch.path).run()

@@ -170,17 +170,19 @@ def _configure(
     config = configure_server({"enable_sleep_mode": True, **engine, **entry.engine}, settings)
     if config.parallel.nnodes > 1:
         raise ConfigError("nnodes: several models run on one machine only; serve this model on its own")
-    check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
     return ConfiguredModel(config, settings, entry.pinned)
 
 
 def configure_server(values: dict[str, Any], settings: ServerSettings) -> EngineConfig:
     """Resolve the settings of an engine. Some server settings, as `tokens_only`, set engine arguments."""
+    check_modules(settings.modules, enabled=bool(values.get("enable_lora")), served=())
     if key_names(settings.keys):
         values.setdefault("share_by_key", True)
     if settings.api.tokens_only:
         values["skip_tokenizer_init"] = True
-    return configure(values, usage="server")
+    config = configure(values, usage="server")
+    check_modules(settings.modules, enabled=True, served=config.model.served_model_name)
+    return config
 
 
 def _check_names(models: Sequence[ConfiguredModel], entries: Sequence[ModelEntry]) -> None:
