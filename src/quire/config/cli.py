@@ -132,9 +132,6 @@ class FlagParser(argparse.ArgumentParser):
             lines += [f"--help=GROUP with GROUP of {topics}."]
         return "\n".join([*lines, *(["", self.epilog] if self.epilog else [])]) + "\n"
 
-    def format_full_help(self) -> str:
-        return super().format_help()
-
     def _topics(self) -> list[str]:
         return [str(group.title) for group in self._action_groups if group.title not in _NO_TOPICS]
 
@@ -191,7 +188,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _help_on(self, topic: str) -> str:
         if topic.lower() == "all":
-            return self.format_full_help()
+            return super().format_help()
         if topic.lower() == "listgroup":
             return "\n".join(self._topics()) + "\n"
         for group in self._action_groups:

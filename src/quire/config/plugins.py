@@ -91,15 +91,11 @@ def _call(entry: "EntryPoint", *, first: bool) -> None:
 def _selected(entries: "list[EntryPoint]") -> "dict[str, EntryPoint]":
     """Return the plugins to call, by name. If the same name is registered for Quire and for vLLM, the plugin
     for Quire is called."""
-    ranked = sorted((entry for entry in entries if entry.group in (GROUP, VLLM_GROUP)), key=_rank)
     selected: dict[str, EntryPoint] = {}
-    for entry in ranked:
-        selected.setdefault(entry.name, entry)
+    for entry in sorted(entries, key=lambda entry: (entry.group != GROUP, entry.name)):
+        if entry.group in (GROUP, VLLM_GROUP):
+            selected.setdefault(entry.name, entry)
     return selected
-
-
-def _rank(entry: "EntryPoint") -> tuple[bool, str]:
-    return entry.group != GROUP, entry.name
 
 
 def _report_unused(entries: "list[EntryPoint]", allowed: tuple[str, ...] | None) -> None:
