@@ -326,11 +326,13 @@ def test_none_means_not_given() -> None:
 
 
 def test_ignored_names_warn_once_and_change_nothing(warnings: Any) -> None:
-    fields = {"ubatch_size": 4, "disable_log_requests": True, "disable_custom_all_reduce": False}
+    fields: dict[str, Any] = {"ubatch_size": 4, "disable_log_requests": True}
+    fields |= {"mm_encoder_attn_backend": "TORCH_SDPA", "disable_custom_all_reduce": False}
     assert make(fields) == make({})
     make(fields)
     assert sorted(warnings()) == [
         "disable_log_requests=True has no effect in Quire and is ignored",
+        "mm_encoder_attn_backend='TORCH_SDPA' has no effect in Quire and is ignored",
         "ubatch_size=4 has no effect in Quire and is ignored",
     ]
 

@@ -388,8 +388,6 @@ class MultimodalSection:
     items."""
     cudagraph_mm_encoder: bool = False
     """On a GPU, capture small encoder batches with recurring shapes as CUDA graphs."""
-    mm_encoder_attn_backend: str = "AUTO"
-    """Attention backend of vision and audio encoders. Default: by the device."""
     interleave_mm_strings: bool = False
     """For templates that support only text: items keep their places among the texts of a message."""
     skip_mm_profiling: bool = False

@@ -40,7 +40,7 @@ IGNORED_VALUES = frozenset(
     mamba-cache-dtype mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
     max-cudagraph-capture-size max-long-partial-prefills
     max-num-partial-prefills max-parallel-loading-workers
-    mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+    mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
     mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path
     mm-ipc-gpu-memory-gb mm-processor-device
     mm-tensor-ipc model-loader-extra-config
