@@ -174,7 +174,7 @@ class CacheSection:
     end of a prefix that earlier prompts share, and by prefix_cache_retention_interval; `all`: every
     mamba_block_size tokens."""
     mamba_block_size: Annotated[int | None, FieldRule(at_least=1)] = None
-    """SSM states are kept after a multiple of this number of tokens, itself a multiple of block_size.
+    """Prefix caching keeps SSM states after multiples of this number of tokens, a multiple of block_size.
     Default: 64, or 512 with mamba_cache_mode `all`."""
     prefix_cache_retention_interval: Annotated[int | None, FieldRule(at_least=0)] = None
     """Tokens between two kept SSM states of a long prompt, a multiple of mamba_block_size; 0: none in

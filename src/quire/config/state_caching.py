@@ -32,7 +32,7 @@ def resolve_state_caching(
     is_hybrid = any(spec is not None and spec.is_paged for spec in specs)
     is_on = args.get("enable_prefix_caching", is_hybrid)
     if is_on and off_reason:
-        warn_once(logger, f"Prefix caching is off: SSM states are kept where a step ends, {off_reason}")
+        warn_once(logger, f"Prefix caching is off: SSM states are kept only at ends of steps, {off_reason}")
         is_on = False
     if not is_on:
         if "mamba_block_size" in args and not off_reason:
@@ -69,7 +69,7 @@ def resolve_own_cache(values: dict[str, Any], facts: ArchFacts) -> dict[str, Any
             " drafts: leave it out"
         )
     if values.get("enable_prefix_caching"):
-        warn_once(logger, "Prefix caching is off: this model keeps the cache of transformers, not blocks")
+        warn_once(logger, "Prefix caching is off: this model uses the cache of transformers, without blocks")
     return {"max_num_seqs": _MAX_OWN_CACHES, **values, "enable_prefix_caching": False}
 
 

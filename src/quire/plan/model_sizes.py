@@ -80,10 +80,9 @@ def subject(model: str, env: Env, *, advice: str = _ADVICE, **options: Any) -> t
     if "=" in model:
         return _build_checkpoint(_parse(model)), ""
     if is_url(model) or Path(model).exists() or Path(model).suffix == ".gguf":
-        # From an object store without the weights: config.json is enough.
+        # load_format="dummy" locates the model without its weights: config.json is enough.
         return read_checkpoint(locate(model, cache_root=env.cache_root, load_format="dummy")), ""
     try:
-        # Without weights: config.json is enough.
         path = locate(model, cache_root=env.cache_root, load_format="dummy", **options)
         return read_checkpoint(path), ""
     except ConfigError as error:

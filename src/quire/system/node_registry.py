@@ -123,7 +123,7 @@ class NodeRegistry:
             answer = self._register(identity, message)
             self._send(identity, answer)
             if answer.problem:
-                log.error("Refused %.100r: %s", message.node, answer.problem)
+                log.error("Refused the node %.100r: %s", message.node, answer.problem)
         self._check_complete()
 
     def _send(self, identity: bytes, message: NodeJoined) -> None:
@@ -134,7 +134,7 @@ class NodeRegistry:
         if message.problem:
             if identity in self._nodes and not self.was_complete:
                 raise ConfigError(f"{message.node}: {message.problem}")
-            log.error("%s ends: %s", message.node, message.problem)
+            log.error("The node %s ends: %s", message.node, message.problem)
             return NodeJoined()
         if message.size != self.size:
             return NodeJoined(
