@@ -218,7 +218,7 @@ class CacheSize:
     num_checkpoints: int = 0
     """Number of checkpoints of SSM states that fit."""
     checkpoint_bytes: int = 0
-    """Bytes of one checkpoint."""
+    """Bytes of one checkpoint of SSM states."""
 
     @property
     def all_checkpoint_bytes(self) -> int:

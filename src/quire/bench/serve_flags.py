@@ -24,7 +24,7 @@ class _Flag(NamedTuple):
     names: str
     """Names of the flag, then the placeholder of its value, if it has one."""
     kind: Callable[..., Any]
-    """Converts the value, unless an action does; `bool` is a switch."""
+    """Function that converts the value, unless an action does; `bool` is a switch."""
     default: object
     help: str
     options: Mapping[str, Any] = {}

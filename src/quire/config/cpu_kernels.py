@@ -32,7 +32,7 @@ class Cpu:
 
     machine: str
     features: frozenset[str] | None
-    """None if the system does not list them."""
+    """Linux names of the features; None if the system does not list them."""
 
     @classmethod
     def read(cls, info: Path = Path("/proc/cpuinfo")) -> "Cpu":

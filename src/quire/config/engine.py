@@ -82,9 +82,9 @@ class EngineConfig:
     checkpoint: Checkpoint
     machine: Machine
     pooling: PoolingFacts | None = None
-    """None for an engine that generates."""
+    """Pooling settings; None for a model that generates."""
     speculation: SpecFacts | None = None
-    """None for an engine without speculative decoding."""
+    """Settings of speculative decoding; None without it."""
     draft: Draft | None = None
     """The draft model of speculative decoding; None if drafts come without a model."""
     largest_items: Mapping[str, int] = field(default_factory=dict)

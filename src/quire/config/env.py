@@ -208,7 +208,7 @@ class _Choice:
 
 
 _PARSERS: dict[Any, Any] = {bool: _parse_switch, int: int, float: float, str: str}
-"""Parsers by the type of a field."""
+"""Parsers of variables, by the type of a field."""
 _SPECIAL_PARSERS: dict[str, Any] = {
     "cache_root": lambda text: Path(text).expanduser(),
     "cpu_kernels": _Choice(CPU_KERNELS),

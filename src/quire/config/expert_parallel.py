@@ -40,7 +40,7 @@ class Eplb:
     """Expert-parallel load balancing settings (`eplb_config`)."""
 
     window_size: int = 1000
-    """Number of steps over which tokens are counted."""
+    """Number of steps over which the tokens of each expert are counted."""
     step_interval: int = 3000
     """Steps between rebalancings."""
     num_redundant_experts: int = 0

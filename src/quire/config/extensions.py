@@ -59,7 +59,8 @@ def _path_of(entry: Any) -> Any:
 def extension_section(
     values: Mapping[str, Any], pooling: object, speculation: object, logprobs_mode: str
 ) -> ExtensionSection:
-    """Build and check the section. `pooling` and `speculation` are None if they are off."""
+    """Return the section with the user's settings; raise if they are invalid. `pooling` and `speculation` are
+    None if they are off."""
     section = ExtensionSection(**values)
     for path in section.logits_processors:
         if not _PATH.fullmatch(path):

@@ -29,7 +29,7 @@ class KVEventSettings:
     hwm: int = 100_000
     """Most messages that are queued for a slow subscriber; further messages are dropped. 0: no limit."""
     max_queue_size: int = 100_000
-    """Most batches that wait for the publishing thread; further batches are dropped."""
+    """Most batches of events that wait for the publishing thread; further batches are dropped."""
     topic: str = ""
     encoding: str = "map"
     """How an event is encoded: as a map with its type, or as an array, as in vLLM before 0.24."""

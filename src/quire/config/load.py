@@ -21,7 +21,7 @@ FIXED_WEIGHTS = (
 def load_section(
     args: dict[str, Any], facts: ArchFacts, parallel: ParallelSection, machine: Machine
 ) -> LoadSection:
-    """Build the section from the user's settings; raise if layers of this model cannot be offloaded."""
+    """Return the section with the user's settings; raise if cpu_offload_gb is set and not supported."""
     section = LoadSection(**args)
     size = section.cpu_offload_gb
     if not size:

@@ -34,7 +34,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_replicas: int = 0
     """Largest number of replicas; 0: as many as `min_replicas`, without autoscaling."""
     num_cpus: float = 1.0
-    """CPUs of a replica's own process."""
+    """Number of CPUs that Ray reserves for the process of a replica."""
     ingress_replicas: int = 1
     ingress_num_cpus: float = 1.0
     drain_s: float = 600.0

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric as PromMetric
 
 COLUMNS = ("requests", "prompt_tokens", "generation_tokens", "running")
 REASONS = ("concurrency", "tokens")
-"""Limits of a key for which a request is rejected."""
+"""Limits of an API key that a request can be rejected for."""
 _ALL = [*COLUMNS, *REASONS]
 _PLACE = {name: place for place, name in enumerate(_ALL)}
 _TEXTS = {

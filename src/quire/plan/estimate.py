@@ -116,7 +116,7 @@ class StageWeights(NamedTuple):
 
     layers: list[int]
     others: int
-    """Embedding, head and multimodal encoder."""
+    """Bytes of the embedding, the head and the multimodal encoder."""
 
     @property
     def total(self) -> int:

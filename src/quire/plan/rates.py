@@ -54,7 +54,7 @@ class TokenRates(NamedTuple):
 
     batch: int
     decode_ms: float
-    """Milliseconds for one token of each sequence."""
+    """Milliseconds of a decode step, which generates one token for each sequence."""
     decode_tok_s: float
     prefill_tok_s: float
 

@@ -30,12 +30,12 @@ class SharedObject:
 
     start: int
     size: int
-    """Bytes with header and padding."""
+    """Bytes of the object with header and padding."""
     length: int
     """Bytes of the data."""
     generation: int
     num_users: int = 0
-    """References in this process."""
+    """Number of references to the object in this process."""
     num_sent: int = 0
     """Number of times the object was sent to the other process."""
 
@@ -61,7 +61,7 @@ class SharedArena:
         """Start and size of free pieces in bytes, sorted; adjacent pieces are joined."""
         self._objects: dict[int, SharedObject] = {}
         self._dropped: dict[int, SharedObject] = {}
-        """Objects that wait to be overwritten."""
+        """Dropped objects whose memory is not free yet, since references to them exist."""
         self._ended: deque[int] = deque()
         """Starts of objects that lost a local reference; appended by any thread."""
         self._generations = itertools.count()
