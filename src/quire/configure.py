@@ -89,7 +89,8 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
 def _read_model(
     values: Mapping[str, Any], path: Path, config_path: Path | None, limits: Mapping[str, int]
 ) -> Checkpoint:
-    """Read the checkpoint of the model at `path`, without the encoders that `limits` leave out."""
+    """Read the checkpoint at `path`, without its media encoder if the `limits` of its modalities are all
+    0."""
     checkpoint = read_checkpoint(
         path,
         values.get("hf_overrides"),

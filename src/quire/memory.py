@@ -50,8 +50,8 @@ def human(num_bytes: float) -> str:
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
-    """Return the peak bytes of one step: the widest layer of all tokens, float32 logits, and copies for
-    sampling."""
+    """Return the peak bytes of one step: the values of the widest layer for all tokens, float32 logits, and
+    their copies for sampling."""
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
     logits = (num_seqs + special) * facts.vocab * 4
     return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits

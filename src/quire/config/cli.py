@@ -216,7 +216,7 @@ class FlagParser(argparse.ArgumentParser):
                 yield token.partition("=")[2]
 
     def _read_config(self, path: str, namespace: argparse.Namespace) -> None:
-        """Store the file's values as defaults that the command line can override."""
+        """Store the values of a --config file as defaults that the command line can override."""
         import yaml
 
         try:

@@ -58,7 +58,7 @@ def max_bytes(section: MultimodalSection) -> int:
 
 
 def check_cache(args: Mapping[str, Any]) -> None:
-    """Raise if the user's cache settings contradict each other."""
+    """Raise if the user's settings of the multimodal cache contradict each other."""
     size, kind = args.get("mm_shm_cache_max_object_size_mb"), args.get("mm_processor_cache_type", "lru")
     if size is not None and kind != "shm":
         raise ConfigError(

@@ -91,7 +91,7 @@ def _yaml_error(where: str, error: Exception) -> ConfigError:
 
 
 def _fields(loader: Any, item: Any, at: str, where: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the fields of an entry, and the line of each; a plain name is the field `model`."""
+    """Return the fields of a model in the file, and the line of each; a plain name is the field `model`."""
     if item.id == "scalar" and isinstance(name := _value(loader, item, where), str):
         return {"model": name}, {"model": item.start_mark.line + 1}
     if item.id != "mapping":

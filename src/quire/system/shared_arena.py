@@ -213,7 +213,7 @@ class ArenaReader:
 
 
 class ArenaView:
-    """Reads objects in place without releasing them, in one mapped memory at a time."""
+    """Reads objects of a `SharedArena` in place, without releasing them; maps one memory at a time."""
 
     def __init__(self) -> None:
         self._key: tuple[int, int] | None = None
