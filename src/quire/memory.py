@@ -13,8 +13,8 @@ from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 
 LOGITS_AT_ONCE = 1 << 24
-"""Maximum number of logits (requests times vocabulary) that the general sampler processes together:
-penalties, logprobs and other options beyond temperature, top-k and top-p. This bounds its memory."""
+"""Maximum number of logits (requests times vocabulary) that are sampled together with penalties, logprobs or
+other options beyond temperature, top-k and top-p. It bounds the memory of sampling."""
 _COPIES = 8
 """Maximum number of float32 copies of the logits during sampling (counted by
 `tests/sampling/test_memory_probe.py`)."""
