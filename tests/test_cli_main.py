@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gguf_files import write_gguf
@@ -214,15 +215,25 @@ def test_conversation_keeps_its_history(
     assert "system user assistant user" in capsys.readouterr().err
 
 
-def test_interrupted_import_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+@pytest.mark.parametrize("module", ["quire.config.cli", "quire.entrypoints.serve"])
+def test_interrupted_import_is_exit_code_130(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     """Catches a traceback after Ctrl-C during the start."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(name: str, *_: object) -> None:
+        if name == module:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("importlib.import_module", interrupt)
-    assert main(["serve"]) == 130
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupt), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert main(["serve", "--help"]) == 130
     assert capsys.readouterr().err == "quire serve: interrupted\n"
+
+
+def test_adapters_without_enable_lora_are_reported_before_the_model_is_looked_for(capsys: Capture) -> None:
+    assert main(["serve", "absent", "--port", "0", "--lora-modules", "a=x"]) == 1
+    assert "lora_modules needs enable_lora" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("models", [["absent"], ["absent", "missing"]], ids=["one", "several"])

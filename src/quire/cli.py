@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.config.cli import FlagParser
 from quire.errors import QuireError, nearest
 from quire.version import __version__
 
@@ -66,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     text, module = COMMANDS[name]
     try:
+        from quire.config.cli import FlagParser  # here, so that Ctrl-C during it prints one line
+
         command = importlib.import_module(module)
         parser = FlagParser(prog=f"quire {name}", description=text[0].upper() + text[1:] + ".")
         command.add_flags(parser)
@@ -79,7 +80,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -37,11 +37,11 @@ logger = get_logger(__name__)
 
 
 def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
-    """Find the model of `settings` and resolve every setting.
+    """Find the model that `settings` (engine arguments by name) select, and resolve every setting. `usage` is
+    `llm` (offline) or `server`; their default batch sizes differ.
 
-    Invalid settings are rejected as early as possible: most of them before anything is downloaded, settings
-    that depend on a hub model's config.json before its weights are downloaded. The weights of the model and
-    of its draft are downloaded last.
+    Most invalid settings are rejected before anything is downloaded. Settings that depend on a hub model's
+    config.json are checked before the weights of the model and of its draft model are downloaded.
     """
     env = Env.read(os.environ)
     warn_unknown(os.environ)
@@ -64,7 +64,7 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         gguf_file=values.get("gguf_file"),
         with_code=values.get("trust_remote_code", False),
         needs_config=config_path is None,
-        **_download_options(values, env),
+        **download_options(values, env),
     )
 
     def resolve_files() -> EngineConfig:
@@ -89,7 +89,8 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
 def _read_model(
     values: Mapping[str, Any], path: Path, config_path: Path | None, limits: Mapping[str, int]
 ) -> Checkpoint:
-    """Read the checkpoint of the model at `path`, without the encoders that `limits` leave out."""
+    """Read the checkpoint at `path`, without its media encoder if the `limits` of its modalities are all
+    0."""
     checkpoint = read_checkpoint(
         path,
         values.get("hf_overrides"),
@@ -105,13 +106,14 @@ def _read_model(
 
 
 def _weights_tell_quantization(config: EngineConfig) -> bool:
-    """Whether the downloaded weights were saved by the package hqq, which config.json does not contain."""
+    """Return whether weights of the model or its draft were saved by the package hqq, which config.json may
+    not mention."""
     checkpoints = [config.checkpoint, *([] if config.draft is None else [config.draft.checkpoint])]
     return any(stored.quant is None and is_saved_by_hqq(stored.path) for stored in checkpoints)
 
 
-def _download_options(values: Mapping[str, Any], env: Env) -> dict[str, Any]:
-    """Return the options of all downloads of an engine."""
+def download_options(values: Mapping[str, Any], env: Env) -> dict[str, Any]:
+    """Return the keyword arguments for `locate` and `find_model` that are the same for every download."""
     return {
         "download_dir": values.get("download_dir"),
         "token": values.get("hf_token"),
@@ -121,9 +123,10 @@ def _download_options(values: Mapping[str, Any], env: Env) -> dict[str, Any]:
 
 
 def _log_model(config: EngineConfig, values: Mapping[str, Any]) -> None:
-    """Log what will run where, and the engine arguments that were set."""
+    """Log the model, its dtype and device, the engine arguments that were set, and default sampling
+    parameters."""
     checkpoint, machine, model = config.checkpoint, config.machine, values.get("model")
-    is_local = is_default_model(model) or Path(str(model)).exists()  # downloads have hashes as names
+    is_local = is_default_model(model) or Path(str(model)).exists()  # downloads are named by hashes
     weights = "GGUF" if checkpoint.format == "gguf" else "" if config.quant is None else config.quant.method
     logger.info(
         "Model %s (%s): %s%s, at most %s tokens, on %s",
@@ -148,26 +151,29 @@ def _log_model(config: EngineConfig, values: Mapping[str, Any]) -> None:
 
 
 def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:
-    """Return the directory with the config.json that replaces the model's; None if none is set."""
+    """Return the local directory of `hf_config_path`, whose config.json replaces the model's; None if it is
+    not set."""
     if values.get("hf_config_path") is None:
         return None
-    return locate(values["hf_config_path"], load_format="dummy", **_download_options(values, env))
+    return locate(values["hf_config_path"], load_format="dummy", **download_options(values, env))
 
 
 def _find_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env) -> ModelFiles | None:
-    """Return the files of the draft model; None if none is set."""
+    """Return the files of the draft model; None if `drafts`, the speculative settings, name no separate
+    model."""
     if drafts.get("model") is None or drafts["method"] in ("ngram", "suffix", "mtp"):
         return None
     return find_model(
         drafts["model"],
         revision=drafts.get("revision"),
         load_format=values.get("load_format", "auto"),
-        **_download_options(values, env),
+        **download_options(values, env),
     )
 
 
 def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
-    """Return the config with its draft model, if it has one. The draft must match the target model."""
+    """Return the config with the draft model at `path`, if the drafting method uses a model. Raise a
+    ConfigError if the draft model does not match the target model."""
     if config.speculation is None:
         return config
     target = config.checkpoint
@@ -197,7 +203,8 @@ def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
 
 
 def _tokenizers(config: EngineConfig, draft: Draft) -> tuple[Tokenizer | None, Tokenizer | None]:
-    """Return the tokenizers of target and draft if they must match and exist."""
+    """Return the tokenizers of the target and the draft model, whose vocabularies must match. Both are None
+    for a draft head, or if the draft model has no tokenizer."""
     path = draft.checkpoint.path
     if draft.method != "draft_model" or not (path.is_file() or (path / "tokenizer.json").is_file()):
         return None, None
@@ -224,7 +231,8 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the EOS ids. The tokenizer's id comes first: an output that ends with it has no stop_reason."""
+    """Return the EOS token ids. The tokenizer's own comes first: an output that ends with it has no
+    stop_reason."""
     tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
     return tuple(
         dict.fromkeys([*([] if tokenizer_eos is None else [tokenizer_eos]), *config.checkpoint.eos_ids])
@@ -234,8 +242,9 @@ def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...
 def open_grammars(
     config: EngineConfig, tokenizer: Tokenizer | None = None, *, max_bytes: int = MAX_BYTES
 ) -> Grammars | None:
-    """Return the grammars, or None without a tokenizer. The tokenizer is opened on first use if none is
-    passed. At most `max_bytes` of compiled grammars are kept."""
+    """Return the compiler of grammars for constrained outputs; None for a pooling model or without a
+    tokenizer. If `tokenizer` is None, it is opened on first use. Up to `max_bytes` of compiled grammars are
+    cached."""
     if config.model.skip_tokenizer_init or config.pooling is not None:
         return None
 
@@ -250,8 +259,8 @@ def open_grammars(
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, eos: tuple[int, ...]) -> Vocabulary:
-    """Return the vocabulary of a model of `size` tokens. Raises a ValueError if it does not support
-    grammars."""
+    """Return the vocabulary, as grammars need it, of a model with `size` token ids. Raise a ValueError if the
+    tokenizer does not support grammars."""
     table = tokenizer.token_bytes
     if table is None or not eos:
         raise ValueError("it has no EOS token" if table else "its decoder does not work token by token")
@@ -264,7 +273,7 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, eos: tuple[int, ...]) -> Voca
 
 
 def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dict[str, Any]:
-    """Return the labels of `vllm:cache_config_info`."""
+    """Return the labels of the metric `vllm:cache_config_info`."""
     cache = config.cache
     return {
         "block_size": cache.block_size,
@@ -279,7 +288,8 @@ def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dic
 
 
 def settings_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return every resolved setting by section, without fields that are left out of their repr."""
+    """Return the resolved settings as {section: {field: value}}, without secrets (fields with
+    `repr=False`)."""
     return {
         name: {field.name: getattr(section, field.name) for field in fields(section) if field.repr}
         for name in SECTIONS

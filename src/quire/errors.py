@@ -10,7 +10,7 @@ class QuireError(Exception):
 
 
 class ConfigError(QuireError, ValueError):
-    """Raised if the configuration is invalid: a flag, a model file, a combination. Nothing has started."""
+    """Raised if a flag, a model file or a combination of settings is invalid, before the engine starts."""
 
 
 class RequestError(QuireError, ValueError):
@@ -67,3 +67,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` if an entry of `known` is close to `name`, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_keys(setting: str, keys: Iterable[str], known: Sequence[str]) -> None:
+    """Raise a ConfigError for the first of `keys`, the keys of a JSON setting, that is not known."""
+    for key in keys:
+        if key not in known:
+            names, close = ", ".join(known), nearest(str(key), known)
+            raise ConfigError(f"unknown {setting} key {key!r}; known: {names}{close}")

@@ -9,7 +9,7 @@ from typing import TextIO
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _prefix = ""
 _MAX_WARNED = 1024
-"""Number of remembered warnings. It is limited since some contain text of clients."""
+"""Number of messages that `warn_once` remembers; limited, because some contain text from clients."""
 
 
 class _Formatter(logging.Formatter):
@@ -61,8 +61,8 @@ def printable(text: str, max_chars: int = 256) -> str:
 
 
 class FirstWarning:
-    """Logs its first message as a warning and later ones at debug level, since a peer that can connect to
-    a port can repeat them."""
+    """Logs its first message as a warning and later ones at debug level, so that a peer that repeats an error
+    does not fill the log."""
 
     def __init__(self, logger: logging.Logger, prefix: str) -> None:
         self._logger, self._prefix = logger, prefix

@@ -13,34 +13,36 @@ from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 
 LOGITS_AT_ONCE = 1 << 24
-"""Maximum number of logits that are processed together for rows with more than plain sampling. It bounds
-the memory for any batch size."""
+"""Maximum number of logits (requests times vocabulary) that are sampled together with penalties, logprobs or
+other options beyond temperature, top-k and top-p. It bounds the memory of sampling."""
 _COPIES = 8
-"""Maximum number of float32 copies of these logits (counted by `tests/sampling/test_memory_probe.py`)."""
+"""Maximum number of float32 copies of the logits during sampling (counted by
+`tests/sampling/test_memory_probe.py`)."""
 _PAIRS_AT_ONCE = 8192
-"""Number of (token, expert) pairs that a CPU processes together."""
+"""Number of (token, expert) pairs of a mixture of experts that a CPU processes together."""
 MAX_SAMPLES = 512
-"""Maximum sampled positions of a step with drafts on a GPU. Above it, verifying drafts costs more than it
-saves."""
+"""Maximum number of positions that a step with draft tokens samples on a GPU. With more, verifying the drafts
+costs more time than they save."""
 GRAPH_BYTES = 8 << 20
 """Approximate memory of the driver for one CUDA graph."""
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Token counts of the captured steps with prompts."""
+"""Token counts of the CUDA graphs for steps that contain prompts."""
 _MOST_SEQS = 128
-"""Maximum sequences of a captured step with prompts."""
+"""Maximum number of sequences in a CUDA graph for steps that contain prompts."""
 _LAUNCH_FLOPS = 7 * 10**12
 """FLOPs that a GPU computes while the host launches the kernels of a step with prompts."""
 MAX_TAPED = 64
-"""Maximum sequences of a decode step that is recorded on a CPU. Larger steps hide the call overhead."""
+"""Maximum number of sequences of a decode step that a CPU records once and replays. In larger steps, the
+overhead of Python calls does not matter."""
 NUM_OFFLOAD_BUFFERS = 2
-"""Buffers for offloaded layers on the device: one is computed with while the next layer is copied."""
+"""Number of device buffers for offloaded layers: one layer computes while the next is copied."""
 _CHECKPOINT_SHARE = 4
 """Checkpoints of SSM states get at most 1/4 of the memory that the states of running requests leave."""
 _MAX_CHECKPOINTS = 4096
 """Maximum number of checkpoints of SSM states."""
 _TAPED_TIMES = 2
-"""Factor for the memory pool of recorded decode steps: its blocks are powers of two, and smaller steps may
-come first."""
+"""Memory pool of the recorded CPU decode steps, relative to their activations: its blocks are powers of two,
+and it may first fill with blocks for smaller steps."""
 
 
 def human(num_bytes: float) -> str:
@@ -48,15 +50,22 @@ def human(num_bytes: float) -> str:
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
-    """Return the peak bytes of one step: the widest layer of all tokens, float32 logits, and copies for
-    sampling."""
+    """Return the peak bytes of one step: the values of the widest layer for all tokens, float32 logits, and
+    their copies for sampling."""
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
     logits = (num_seqs + special) * facts.vocab * 4
     return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits
 
 
+def step_bytes(config: EngineConfig) -> int:
+    """Return the peak bytes of a step with the maximum number of tokens and requests."""
+    limits = config.scheduler
+    num_tokens, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+    return activation_bytes(config.rank_facts, config.model.dtype, num_tokens=num_tokens, num_seqs=num_seqs)
+
+
 def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
-    """Return the bytes of the recorded decode steps on a CPU."""
+    """Return the bytes for the decode steps of up to `max_taped` sequences that a CPU records and replays."""
     taped = 0 if config.model.enforce_eager else min(config.scheduler.max_num_seqs, max_taped)
     return _TAPED_TIMES * activation_bytes(
         config.rank_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
@@ -64,20 +73,22 @@ def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
 
 
 def ladder(largest: int) -> list[int]:
-    """Return the batch sizes of the captured decode steps. Sizes are dense where one more sequence costs
-    time. Up to 128, decode steps are limited by memory bandwidth, and a GEMM tile has spare rows."""
+    """Return the batch sizes up to `largest` for which decode steps are captured as CUDA graphs. Up to 128,
+    padding a batch to the next size costs little time, because memory bandwidth limits the step. Above that,
+    the steps between sizes are small relative to the size."""
     sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64), *range(640, 1025, 128)]
     return sorted({min(size, largest) for size in sizes})
 
 
 def mixed_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
-    """Return (sequences, tokens) of the captured steps with prompts, of at most `most_tokens` tokens."""
+    """Return the (sequences, tokens) of each CUDA graph for steps that contain prompts, up to `largest`
+    sequences and `most_tokens` tokens."""
     return [(min(largest, n // 2, _MOST_SEQS), n) for n in _MIXED_TOKENS if n <= most_tokens]
 
 
 def max_mixed_tokens(config: EngineConfig) -> int:
-    """Return the maximum tokens of a captured step with prompts: the GPU finishes it before the host would
-    have launched it."""
+    """Return the maximum number of tokens in a CUDA graph for steps with prompts. Up to this size, the GPU
+    takes less time to compute a step than the host would take to launch its kernels."""
     flops = 2 * count_parameters(config.checkpoint.facts).active // config.parallel.tensor_parallel_size
     return min(config.scheduler.max_num_batched_tokens, _LAUNCH_FLOPS // flops)
 
@@ -94,7 +105,8 @@ def graph_bytes(config: EngineConfig) -> int:
 
 
 def mixed_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
-    """Return the bytes of one captured step with prompts: its outputs and its input embeddings."""
+    """Return the bytes of one CUDA graph for steps with prompts: logits, hidden states, and the input
+    embeddings of multimodal models."""
     facts, width = config.checkpoint.facts, config.checkpoint.facts.hidden
     if facts.media is not None:
         width += facts.hidden * (1 + facts.media.levels)
@@ -109,28 +121,29 @@ def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:
 
 
 def max_vectors(config: EngineConfig) -> int:
-    """Return the maximum number of item embeddings (images, videos, audio) that one step computes."""
+    """Return the maximum number of embedding vectors of images, videos and audio that one step computes."""
     return max([config.scheduler.max_num_batched_tokens, *config.largest_items.values()])
 
 
 def max_kept(config: EngineConfig) -> int:
-    """Return the size of the encoder cache in item embeddings. Cross-attention models keep the embeddings of
-    all rows."""
+    """Return the size of the encoder cache as a number of embedding vectors. For cross-attention models, it
+    has room for the encoder outputs of all running requests."""
     media = config.checkpoint.facts.media
     num_cross_states = 0 if media is None else media.num_cross_states
     return config.scheduler.max_num_seqs * num_cross_states or max_vectors(config)
 
 
 def max_span(config: EngineConfig) -> int | None:
-    """Return the maximum placeholder tokens of one item; None: no limit, since an item may be split over
-    steps."""
+    """Return the maximum number of placeholder tokens of one image, video or audio clip. None: no limit,
+    since the placeholders may be split over steps."""
     media = config.checkpoint.facts.media
     is_whole = media is not None and (media.is_whole or config.multimodal.disable_chunked_mm_input)
     return config.scheduler.max_chunk if is_whole else None
 
 
 def _widest(facts: ArchFacts) -> int:
-    """Return the number of values per token that exist at the same time in the widest half of a layer."""
+    """Return the number of values per token that exist at the same time in the widest part (attention or MLP)
+    of a layer."""
     variants = [facts, *{facts.of_layer(layer) for layer in facts.layers}]
     widths = [3 * max(x.intermediate for x in variants)]
     widths.append(2 * max((x.heads + 2 * x.kv_heads) * x.head_dim for x in variants))
@@ -151,8 +164,8 @@ def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
 
 
 def rows_at_once(vocab: int) -> int:
-    """Return the rows for `LOGITS_AT_ONCE` logits; a multiple of 16, so that slices of columns stay
-    aligned."""
+    """Return the number of logits rows, of `vocab` values each, that have `LOGITS_AT_ONCE` values together.
+    It is a multiple of 16, so that slices of columns stay aligned."""
     return max(LOGITS_AT_ONCE // vocab // 16 * 16, 16)
 
 
@@ -164,19 +177,19 @@ def processor_bytes(config: EngineConfig) -> int:
 
 
 class OffloadedLayers(NamedTuple):
-    """The layers of a device with weights in host memory."""
+    """The layers of one device whose weights are kept in host memory."""
 
     layers: tuple[int, ...] = ()
     host_bytes: int = 0
-    """Bytes of their weights, which are copied to the device in every step."""
+    """Bytes of the weights of these layers, which are copied to the device in every step."""
     buffer_bytes: int = 0
     """Bytes of the buffers on the device, each as large as the largest of these layers."""
 
 
 def choose_offloaded(sizes: Sequence[int], wanted_bytes: float) -> OffloadedLayers:
-    """Choose the layers to offload from the bytes of each: the fewest with at least `wanted_bytes`. They are
-    evenly spaced, so that the layers between them compute during the copies. None are chosen if the buffers
-    would take as much memory as their weights."""
+    """Choose the layers to offload: the fewest that free at least `wanted_bytes`, where `sizes` has the bytes
+    of each layer. They are evenly spaced, so that the layers in between compute during the copies. No layers
+    are chosen if the buffers would take as much memory as the offloaded weights."""
     if wanted_bytes <= 0:
         return OffloadedLayers()
     for count in range(NUM_OFFLOAD_BUFFERS + 1, len(sizes) + 1):
@@ -196,16 +209,16 @@ class CacheSize:
     """Number of blocks, including the unused block 0."""
     max_model_len: int
     num_tokens: int
-    """Tokens of decoding requests of `max_model_len` that fit. A token takes a slot in each group of
-    layers while it is within the group's window."""
+    """Number of tokens that fit if all requests are decoding at `max_model_len` tokens. Layers with a sliding
+    window cache only the tokens within it."""
     windows: tuple[int | None, ...] = (None,)
     """Sliding window of each group of layers; None: full attention."""
     num_bytes: int = 0
-    """Bytes of blocks and of the states of rows."""
+    """Bytes of the KV blocks and of the SSM states of running requests."""
     num_checkpoints: int = 0
     """Number of checkpoints of SSM states that fit."""
     checkpoint_bytes: int = 0
-    """Bytes of one checkpoint."""
+    """Bytes of one checkpoint of SSM states."""
 
     @property
     def all_checkpoint_bytes(self) -> int:
@@ -224,11 +237,12 @@ class CacheRoom:
     """Bytes of the device's memory."""
     num_blocks_override: int | None = None
     soft: bool = False
-    """Whether `kv_bytes` is a default: the cache is reduced to what all rows can fill."""
+    """Whether `kv_bytes` is only a default: the cache gets no more blocks than all running requests can
+    fill."""
 
 
 def smallest_cache(sizes: Iterable[CacheSize]) -> CacheSize:
-    """Return the size that fits on every device, of the sizes that fit on each."""
+    """Return the cache size that fits on every device; `sizes` has the size that fits on each."""
     sizes = list(sizes)
     smallest = min(sizes, key=lambda size: size.num_blocks)
     return replace(smallest, num_checkpoints=min(size.num_checkpoints for size in sizes))
@@ -246,9 +260,10 @@ def size_cache(
     room: CacheRoom,
     checkpoint_unit: int | None = None,
 ) -> CacheSize:
-    """Return the largest cache that fits together with the states of all rows. It must hold one request of
-    `max_model_len` with any chunking; with `auto_fit` that length is reduced instead. Part of the rest is for
-    checkpoints of SSM states after multiples of `checkpoint_unit` tokens; None: no checkpoints."""
+    """Return the largest cache that fits into `room` together with the SSM states of `num_rows` requests. One
+    request of `max_model_len` tokens must fit, in chunks of up to `max_chunk` tokens. Otherwise `auto_fit`
+    reduces that length, or a ConfigError is raised. Part of the memory is for checkpoints of SSM states after
+    multiples of `checkpoint_unit` tokens; None: no checkpoints."""
 
     def blocks_of(num_tokens: int, chunk: int = max_chunk) -> int:
         return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=chunk)
@@ -340,14 +355,7 @@ def model_memory(config: EngineConfig) -> ModelMemory:
     else:
         share = int(machine.total_bytes * cache.gpu_memory_utilization)
         return ModelMemory(weights * sharing, share * sharing)
-    limits = config.scheduler
-    step = activation_bytes(
-        config.rank_facts,
-        config.model.dtype,
-        num_tokens=limits.max_num_batched_tokens,
-        num_seqs=limits.max_num_seqs,
-    )
-    return ModelMemory(weights * sharing, (weights + kv_bytes + step) * sharing)
+    return ModelMemory(weights * sharing, (weights + kv_bytes + step_bytes(config)) * sharing)
 
 
 def _stored_bytes(config: EngineConfig) -> int:

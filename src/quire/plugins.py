@@ -41,11 +41,12 @@ class ModelRegistry:
     @staticmethod
     def register_model(model_arch: str, model_cls: Any, *, config: Any = None) -> None:
         """Add an architecture, or replace one. `model_cls` is a decoder of Quire's layers, as a class or as
-        `"module:Class"`; it is called with `(facts, scope)`.
+        `"module:Class"`. It is called with the `ArchFacts` of the model and the `Scope` in which layers are
+        built.
 
         `config` reads config.json into `ArchFacts`: a function, `"module:function"`, or the name of a known
-        architecture that has the same keys. Default: that of a replaced architecture, or of the known one
-        with the same model_type."""
+        architecture that has the same keys. By default, the reader of the replaced architecture is used, or
+        the reader of a known architecture with the same model_type."""
         if not isinstance(model_cls, str | type):
             kind = type(model_cls).__name__
             raise TypeError(f"model_cls must be a class or 'module:Class', not a value of type {kind}")
@@ -61,7 +62,7 @@ class ModelRegistry:
 
 
 def _family(architecture: str, config: Any) -> Family:
-    """Return the family of a plugin's architecture, with the function that reads its config.json."""
+    """Return the `Family` of a plugin's architecture: its model_type and the reader of its config.json."""
     if config is None:
         known = ALIASES.get(architecture, architecture)
         return FAMILIES.get(known) or Family(architecture, _read_by_model_type)
@@ -76,7 +77,7 @@ def _family(architecture: str, config: Any) -> Family:
 
 
 def _read_by_model_type(keys: ConfigReader) -> ArchFacts:
-    """Read a config.json by the family with its model_type."""
+    """Read a config.json with the reader of a known architecture that has the same model_type."""
     model_type = keys.get("model_type")
     for family in FAMILIES.values():
         if family.model_type == model_type and family.read is not _read_by_model_type:
@@ -89,8 +90,9 @@ def _read_by_model_type(keys: ConfigReader) -> ArchFacts:
 
 def register_quantization(method: str, *, config: Any, scheme: str, format: Any) -> None:
     """Add a weight format. `config` reads the `quantization_config` of checkpoints with this quant_method
-    into `QuantFacts`, as a function or as `"module:function"`. `scheme` is the name of its `Scheme` class,
-    and `format` the `Format` of layers with that scheme."""
+    into `QuantFacts`, as a function or as `"module:function"`. `scheme` is the name of the `Scheme` class
+    that these facts give to a layer. `format` is the `Format` that builds the weights of layers with that
+    scheme."""
     read = imported_on_call(f"config reader of the quantization {method!r}", config)
     SCHEMES.register(scheme, format)
     METHODS[method] = read

@@ -35,8 +35,7 @@ class LazyTable(Mapping[str, Any]):
         return len(self.entries)
 
     def register(self, name: str, target: Any) -> None:
-        """Add an entry, or replace the entry of that name: `"module:Class"`, which is imported on first use,
-        or the object itself."""
+        """Set the entry of a name: `"module:Class"`, which is imported on first use, or the object itself."""
         if not isinstance(name, str) or not name:
             raise TypeError(
                 f"{self.kind}: the name must be a string with at least one character, not {name!r}"

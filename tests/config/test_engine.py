@@ -19,11 +19,11 @@ from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.config.args import EngineArgs, check_args
 from quire.config.attention_backends import check_backend
-from quire.config.engine import GIB, EngineConfig, resolve
+from quire.config.engine import EngineConfig, resolve
 from quire.config.env import Env
 from quire.config.generation import default_sampling
 from quire.config.load import load_section
-from quire.config.machine import Machine
+from quire.config.machine import GIB, Machine
 from quire.config.parallel import stage_layers
 from quire.config.sections import SECTIONS, options
 from quire.config.unsupported import UNSUPPORTED
@@ -326,11 +326,13 @@ def test_none_means_not_given() -> None:
 
 
 def test_ignored_names_warn_once_and_change_nothing(warnings: Any) -> None:
-    fields = {"ubatch_size": 4, "disable_log_requests": True, "disable_custom_all_reduce": False}
+    fields: dict[str, Any] = {"ubatch_size": 4, "disable_log_requests": True}
+    fields |= {"mm_encoder_attn_backend": "TORCH_SDPA", "disable_custom_all_reduce": False}
     assert make(fields) == make({})
     make(fields)
     assert sorted(warnings()) == [
         "disable_log_requests=True has no effect in Quire and is ignored",
+        "mm_encoder_attn_backend='TORCH_SDPA' has no effect in Quire and is ignored",
         "ubatch_size=4 has no effect in Quire and is ignored",
     ]
 

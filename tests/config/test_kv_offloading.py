@@ -97,7 +97,7 @@ def test_swap_space_and_connectors_are_mapped() -> None:
         (connector(cpu_bytes_to_use=True), "it is True"),
         (connector(cpu_bytes_to_use=0), "it is 0"),
         (connector(cpu_bytes_to_use=1, eviction_policy="arc"), "eviction_policy='arc' is not supported; use"),
-        (connector(cpu_bytes_to_use=1, nonsense=2), "unknown key 'nonsense'; known: "),
+        (connector(cpu_bytes_to_use=1, nonsense=2), "kv_connector_extra_config key 'nonsense'; known: "),
         (connector(cpu_bytes_to_use=1, secondary_tiers=[{"type": "obj"}]), "give one tier with type 'fs'"),
         (connector(cpu_bytes_to_use=1, secondary_tiers=["fs"]), "give one tier with type 'fs'"),
     ],

@@ -67,7 +67,7 @@ class AgentShape:
     last_len: Range
     """Tokens of the last prompt of a session."""
     input_per_output: float
-    """Prompt tokens for one generated token, over the whole session."""
+    """Number of prompt tokens per generated token, over the whole session."""
     tool_spread: float
     """Standard deviation of the logarithm of the lengths of tool results."""
     pause_median_s: float
@@ -76,7 +76,7 @@ class AgentShape:
     think_s: float
     """Mean of the time that a user thinks, added to the pause of some turns."""
     think_every: int
-    """Turns between two messages of a user; the others begin with a tool result."""
+    """Number of turns from one user message to the next; turns in between begin with a tool result."""
     scale: float
     """Factor of all lengths."""
     time_scale: float
@@ -174,8 +174,8 @@ class AgentPrompt:
         self._draw = random.Random(f"{seed} {name}")
 
     def turn(self, turn: AgentTurn) -> list[int]:
-        """Return the prompt of the next turn. If it is not longer than the last prompt with its answer, it
-        begins anew."""
+        """Return the token ids of the next turn's prompt. If it is not longer than the last prompt with its
+        answer, all of its tokens are new."""
         if turn.hash_ids:
             blocks = (self._block(f"block {id}", TRACE_BLOCK) for id in turn.hash_ids)
             self.token_ids = [id for block in blocks for id in block][: turn.prompt_len]
@@ -197,14 +197,14 @@ class AgentPrompt:
 
 
 class PerfectCache:
-    """A prefix cache without a limit: the hits that no cache with this block size can exceed."""
+    """A prefix cache of unlimited size. No cache with the same block size can have more hits."""
 
     def __init__(self, block_size: int = 16) -> None:
         self._size = block_size
         self._seen: set[int] = set()
 
     def hit(self, token_ids: Sequence[int]) -> int:
-        """Return the tokens of the longest known prefix, without the last token."""
+        """Return the number of tokens in the longest cached prefix; the last token is always computed."""
         num_tokens = 0
         for key in self._keys(token_ids[:-1]):
             if key not in self._seen:
@@ -271,5 +271,5 @@ def _flag(name: str) -> str:
 
 
 def first_fields(hint: str, name: str) -> dict[str, Any]:
-    """Return the fields of a request that name its session."""
+    """Return the request fields that name its session, as `hint` selects: `session`, `key`, or no field."""
     return {"session": {"session_id": name}, "key": {"prompt_cache_key": name}}.get(hint, {})

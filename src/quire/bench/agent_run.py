@@ -16,7 +16,7 @@ from quire.bench.traffic import Record, send
 from quire.remote.http import HttpClient
 
 MAX_GROUPS = 6
-"""Groups of turns that are printed."""
+"""Maximum number of lines with the TTFT of a group of turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class AgentClient:
     path: str
     model: str
     options: Mapping[str, Any]
-    """Fields of every request."""
+    """Additional fields of every request."""
     hint: str
     """Field that names the session: `session`, `key` or `none`."""
     vocab: int

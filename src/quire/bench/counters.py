@@ -26,7 +26,8 @@ def read_counters(metrics: str) -> dict[str, float]:
 
 
 def counter_summary(before: str, after: str) -> dict[str, Any]:
-    """Return result entries from the difference of two metrics pages; none for features without use."""
+    """Return result entries from the difference of two metrics pages (texts of /metrics). Features that were
+    not used have no entries."""
     first = read_counters(before)
     increase = {name: value - first.get(name, 0.0) for name, value in read_counters(after).items()}
     return _draft_summary(increase) | _prefix_summary(increase) | _miss_summary(before, after)

@@ -27,7 +27,8 @@ class CpuWatch:
         self._before = {usage.pid: usage for usage in _usages(pids)}
 
     def spent(self) -> list[CpuUsage]:
-        """Return the CPU time of each process since the start, including processes that started later."""
+        """Return the CPU time of each process since this object was created, including processes that started
+        later."""
         spent = []
         for now in _usages(list(self._before)):
             before = self._before.get(now.pid, CpuUsage(now.pid, now.role, 0.0, 0.0))

@@ -82,8 +82,8 @@ def prefix_samples(
 def sharegpt_samples(
     count: int, path: Path, tokenizer: Tokenizer, *, output_len: int | None = None, seed: int = 0
 ) -> list[Sample]:
-    """Return the first question and answer of ShareGPT-style conversations, without very short or long
-    ones."""
+    """Return the first questions of ShareGPT-style conversations, with the lengths of their answers; very
+    short and very long ones are left out."""
     queries = sharegpt_queries(count, path, tokenizer, output_len=output_len, seed=seed)
     return [Sample(tokenizer.encode(str(query.prompt)), query.output_len) for query in queries]
 
@@ -104,8 +104,8 @@ def random_queries(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> li
 def sharegpt_queries(
     count: int, path: Path, tokenizer: Tokenizer | None, *, output_len: int | None = None, seed: int = 0
 ) -> list[Query]:
-    """Return the texts of first questions. Without a tokenizer, four bytes count as a token for the length
-    limits."""
+    """Return the first questions of ShareGPT-style conversations as texts. Without a tokenizer, four bytes
+    count as a token for the length limits."""
     queries: list[Query] = []
 
     def num_tokens(text: str) -> int:
@@ -161,7 +161,7 @@ def _usable(prompt_len: int, output_len: int) -> bool:
 
 
 def _repeat_to(entries: list[T], count: int, path: Path) -> list[T]:
-    """Return `count` entries, starting over if there are fewer."""
+    """Return `count` entries; if there are fewer, they are repeated."""
     if not entries:
         raise ConfigError(f"{path} has no prompt of a usable length")
     return [entries[i % len(entries)] for i in range(count)]
@@ -176,7 +176,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _plain_ids(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of printable ASCII, without special tokens and partial characters."""
+    """Return the ids of the tokens that stand for printable ASCII text."""
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
     return [i for i, text in texts.items() if text and text.isascii() and text.isprintable()]
 

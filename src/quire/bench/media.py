@@ -12,7 +12,7 @@ from PIL import Image
 from quire.errors import ConfigError
 
 Bucket = tuple[int, int, int]
-"""Height, width and frames; an image has one frame, a video more."""
+"""Height, width and number of frames of media; an image has one frame, a video more."""
 BUCKETS: dict[Bucket, float] = {(256, 256, 1): 0.5, (720, 1280, 1): 0.5, (720, 1280, 16): 0.0}
 LIMITS = {"image": 255, "video": 1}
 
@@ -30,8 +30,8 @@ def random_media(
     buckets: Mapping[Bucket, float],
     seed: int = 0,
 ) -> list[list[dict[str, Any]]]:
-    """Return the items of `count` requests: buckets are drawn by weight, with at most `limits` of a modality.
-    The number of items varies by `range_ratio` around `num_items`."""
+    """Return the media parts of `count` requests. Sizes (`buckets`) are drawn by weight, with at most
+    `limits` parts of a modality. The number of parts varies by `range_ratio` around `num_items`."""
     draw = np.random.default_rng(seed)
     least, most = _range(num_items, range_ratio, sum(limits.values()))
     counts = [int(draw.integers(least, most + 1)) for _ in range(count)]
@@ -72,7 +72,7 @@ def _choose_buckets(
 
 
 def _random_part(bucket: Bucket, draw: np.random.Generator) -> dict[str, Any]:
-    """Return an item of random noise, so that no two items are equal and none compresses well."""
+    """Return an image or video of random noise, so that no two are equal and none compresses well."""
     height, width, num_frames = bucket
     frames = (draw.integers(0, 256, (height, width, 3), np.uint8) for _ in range(num_frames))
     kind = modality(bucket)

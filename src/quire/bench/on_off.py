@@ -28,9 +28,9 @@ class WorkloadSizes(NamedTuple):
     """Sizes of the workloads, in tokens and requests."""
 
     longest: int
-    """Longest request; a step holds a quarter of it, except without chunked prefill."""
+    """Tokens of the longest request; a step has at most a quarter as many, except without chunked prefill."""
     prefix: int
-    """Tokens that requests share."""
+    """Tokens of the prefix that requests share."""
     sharing: int
     streams: int
     """Requests that decode beside long prompts, and with long contexts."""
@@ -62,7 +62,7 @@ class OnOffRun(NamedTuple):
 
 
 class OnOffPart(NamedTuple):
-    """An optimization and its workload."""
+    """An optimization, and the workload that measures it."""
 
     name: str
     claim: str
@@ -72,13 +72,13 @@ class OnOffPart(NamedTuple):
     workload: str
     measure: Callable[[LLM, WorkloadSizes, int], OnOffRun]
     opened: Callable[[Settings, WorkloadSizes], LLM] | None = None
-    """Opens the engine; by default the requested model with these settings."""
+    """Function that opens the engine; by default it opens the requested model with the changed settings."""
     measure_off: Callable[[LLM, WorkloadSizes, int], OnOffRun] | None = None
     """Measures the run without the optimization, if it sends its requests in another way."""
 
 
 class Row(NamedTuple):
-    """A measured part, or the reason why it was not measured."""
+    """The results of an optimization, or the reason why it was not measured."""
 
     part: OnOffPart
     off: OnOffRun | None = None
@@ -146,7 +146,8 @@ class Bench:
         return LLM(**(settings | self._engine_args | dict(change)))
 
     def row(self, part: OnOffPart, rounds: int) -> Row:
-        """Measure a part off and on in turns, so that a disturbance of the machine affects both sides."""
+        """Measure an optimization off and on in turns, so that a disturbance of the machine affects both
+        sides."""
         began = time.perf_counter()
         print(f"{part.name}: {part.workload} ...", file=sys.stderr, flush=True)
         engines: list[LLM] = []
@@ -210,19 +211,19 @@ def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> OnOffRun:
 
 
 def _mixed_lengths(sizes: WorkloadSizes, turn: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return prompts and limits of four batches, with outputs of very different lengths."""
+    """Return the prompts and sampling parameters of four batches, with outputs of very different lengths."""
     draw = random.Random(turn)
     prompts = [_prompt(draw, 16) for _ in range(4 * sizes.streams)]
     return prompts, [_greedy_params(draw.randint(sizes.answer // 8, sizes.answer)) for _ in prompts]
 
 
 def _continuous(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
-    """Send all requests at once: a request that ends leaves its place to the next."""
+    """Send all requests at once: when a request ends, the next one takes its place in the batch."""
     return _in_batches(llm, sizes, turn, size=4 * sizes.streams)
 
 
 def _static(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
-    """Send a batch when all requests of the batch before have ended."""
+    """Send the requests in batches: each batch waits until all requests of the one before have ended."""
     return _in_batches(llm, sizes, turn, size=sizes.streams)
 
 

@@ -78,7 +78,7 @@ def open_seeing(folder: Path, change: Mapping[str, Any], edge: int, count: int) 
 
 
 def images(count: int, edge: int, turn: int) -> list[dict[str, Any]]:
-    """Return prompts of one image each, which differ in every turn."""
+    """Return `count` prompts of one random image each; the images depend on `turn`."""
     draw = np.random.default_rng(turn + 1)
     pixels = [draw.integers(0, 256, (edge, edge, 3), np.uint8) for _ in range(count)]
     ids = [_MARKS["<begin>"], _MARKS["<image>"], _MARKS["<end>"]]

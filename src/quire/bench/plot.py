@@ -99,7 +99,7 @@ def stacked_chart(
 
 
 class Plotted(Protocol):
-    """A measured point."""
+    """A measured point: latencies and tokens per second at one concurrency."""
 
     @property
     def concurrency(self) -> int: ...

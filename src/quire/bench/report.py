@@ -15,6 +15,8 @@ TITLES = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+"""Percentiles that `bench latency` and `bench startup` report, as in vLLM."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -115,8 +117,7 @@ def lines(result: Mapping[str, Any], *, metrics: Sequence[str], percentiles: Seq
         )
         for percent in percentiles:
             shown += row(f"P{percent:g} {short} (ms):", f"p{percent:g}_{name}_ms")
-    if "prefix_cache_hit_rate" in result:
-        shown.append(f"{'Prefix cache hit rate (%):':<40} {result['prefix_cache_hit_rate']:<10.2f}")
+    shown += row("Prefix cache hit rate (%):", "prefix_cache_hit_rate")
     for reason, count in result.get("prefix_cache_misses", {}).items():
         shown.append(f"{f'  Requests with a miss, {reason}:':<40} {count:<10}")
     shown += _draft_lines(result)

@@ -75,7 +75,7 @@ def measure(
 
 
 def measure_waste(num_requests: int = 512) -> float:
-    """Return the share of allocated slots without a token, over a run with ShareGPT-like lengths.
+    """Return the share of allocated KV cache slots without a token, over a run with ShareGPT-like lengths.
 
     Lengths are log-normal, with the means and spreads of ShareGPT in the PagedAttention paper: 161 in, 338
     out."""

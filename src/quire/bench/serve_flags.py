@@ -24,7 +24,7 @@ class _Flag(NamedTuple):
     names: str
     """Names of the flag, then the placeholder of its value, if it has one."""
     kind: Callable[..., Any]
-    """Converts the value, unless an action does; `bool` is a switch."""
+    """Function that converts the value, unless an action does; `bool` is a switch."""
     default: object
     help: str
     options: Mapping[str, Any] = {}
@@ -79,7 +79,7 @@ def _limits(text: str) -> dict[str, int]:
 
 
 def _buckets(text: str) -> dict[Bucket, float]:
-    """Parse buckets; keys may be strings, as in JSON."""
+    """Parse the weight of each size of media; keys may be strings, as in JSON."""
     try:
         entries = ast.literal_eval(text)
         keys = [ast.literal_eval(key) if isinstance(key, str) else key for key in entries]

@@ -18,20 +18,21 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from quire.bench.report import PERCENTILES
 from quire.checkpoint.gguf import split_parts
 from quire.checkpoint.hub import locate
 from quire.config.args import check_args
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.env import Env
+from quire.configure import download_options
 from quire.errors import ConfigError
 
-PERCENTILES = (10, 25, 50, 75, 90, 99)
 NAMES = {"startup_time": "startup time", "import_time": "import time", "first_token_time": "first token"}
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds since the process was started."""
+    """Times of one start, in seconds since the process was started, and its memory afterwards."""
 
     import_time: float
     startup_time: float
@@ -101,11 +102,9 @@ def model_files(engine_args: Mapping[str, Any]) -> list[Path]:
     path = locate(
         values.get("model"),
         revision=values.get("revision"),
-        download_dir=values.get("download_dir"),
-        token=values.get("hf_token"),
-        cache_root=Env.read(os.environ).cache_root,
         load_format=values.get("load_format", "auto"),
         gguf_file=values.get("gguf_file"),
+        **download_options(values, Env.read(os.environ)),
     )
     return split_parts(path) if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
 

@@ -104,7 +104,7 @@ def send_times(count: int, *, rate: float, burstiness: float, seed: int) -> list
 
 
 async def send(client: HttpClient, path: str, body: bytes, prompt_len: int) -> Record:
-    """Send one request. A failure becomes part of the record."""
+    """Send one request; return its record, which also has the error if it failed."""
     record = Record(prompt_len, start=time.perf_counter())
     try:
         await stream(client, path, body, record.take)
@@ -123,7 +123,8 @@ async def drive(
     max_concurrency: int | None,
     on_done: Callable[[Record], object],
 ) -> list[Record]:
-    """Send bodies (each with its prompt's length) at their times; return the records in the same order."""
+    """Send `requests` (body, prompt length), each at its entry of `times` (seconds after the start); return
+    their records in the same order."""
     slots: AbstractAsyncContextManager[Any] = nullcontext()
     if max_concurrency is not None:
         slots = asyncio.Semaphore(max_concurrency)
@@ -151,8 +152,8 @@ def token_times(records: Sequence[Record]) -> Iterator[tuple[float, float]]:
 
 
 def _tokens_per_piece(record: Record) -> Sequence[float]:
-    """Return the tokens of each piece: as reported by the server, or one each and the rest by length of
-    text."""
+    """Return the tokens of each piece: as the server reports them, or else one each and the remaining tokens
+    by length of text."""
     count, num_tokens = len(record.arrivals), record.output_len
     if count and len(record.counted) == count and sum(record.counted) == num_tokens:
         return record.counted

@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequence[int]) -> list[TunePoint]:
-    """Return all points; those in the journal are reused, and each new one is appended to it at once."""
+    """Measure each setting at each concurrency (`levels`). Points in the journal are not measured again; new
+    ones are appended to it at once."""
     key = [args.model, args.input_len, args.output_len, args.requests, args.serve_args]
     known = {(point.setting, point.concurrency): point for point in _journal(args.journal, key)}
     total, done = len(settings) * len(levels), 0
@@ -120,7 +121,8 @@ def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequenc
 
 
 def _journal(path: Path, key: list[Any]) -> Iterator[TunePoint]:
-    """Yield the points that an earlier run has measured; truncated lines are skipped."""
+    """Yield the points that earlier runs with the same `key` (model and workload) have measured; truncated
+    lines are skipped."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -77,9 +77,9 @@ EngineArgs.__doc__ = "Every engine argument by name, all optional; `given()` hol
 
 
 def check_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate arguments and return them under their current names; None counts as not set.
+    """Validate arguments and return them under their current names, without those that are None (not set).
 
-    No model is needed, so that a mistyped flag is reported before any download.
+    The model is not read, so that a mistyped flag is reported before any download.
     """
     known, unbuilt = options(), UNSUPPORTED["engine argument"]
     values: dict[str, Any] = {}

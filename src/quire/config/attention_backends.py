@@ -1,4 +1,5 @@
-"""The table of attention backends, none of which it imports, so that a wrong name is refused at once."""
+"""The table of attention backends. Their modules are imported on first use; an unknown name is an error at
+once."""
 
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once

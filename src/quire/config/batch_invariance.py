@@ -1,4 +1,4 @@
-"""Resolves `batch_invariant`, and checks whether the model supports this mode on a GPU."""
+"""Resolves `batch_invariant` (equal results in any batch), and checks that the model supports it on a GPU."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from quire.errors import ConfigError
 def resolve_batch_invariant(
     facts: ArchFacts, machine: Machine, values: Mapping[str, Any], env: Env, *, pools: bool
 ) -> bool:
-    """Return whether the mode is on. Raise a `ConfigError` if the model or a setting does not support it on a
-    GPU; nothing is checked on a CPU. `values` are the user's settings; `pools` is True for a pooling
-    model."""
+    """Return whether batch-invariant mode is on. Raise a `ConfigError` if the model or a setting does not
+    support it on a GPU; nothing is checked on a CPU. `values` are the user's settings; `pools` is True for a
+    pooling model."""
     is_on: bool = values.get("batch_invariant", env.batch_invariant)
     if not is_on or machine.device != "cuda":
         return is_on
@@ -36,7 +36,8 @@ def resolve_batch_invariant(
 
 
 def _reasons(facts: ArchFacts, values: Mapping[str, Any], *, pools: bool) -> dict[str, bool]:
-    """Return every property without batch-invariant kernels, and whether it applies."""
+    """Return the features without batch-invariant kernels, each with whether the model or its settings use
+    it."""
     uses_lora, uses_experts = (values.get(name, False) for name in ("enable_lora", "enable_expert_parallel"))
     return {
         "recurrent states: prompts are scanned in chunks and decodes step by step, which round differently": (

@@ -14,7 +14,7 @@ _SHORT_NAMES = {"fp8": "fp8_e4m3", "int8": INT8_CACHE, _FP8_CACHE: INT8_CACHE}
 
 
 def resolve_cache_dtype(requested: str, dtype: str, machine: Machine, checkpoint: Checkpoint) -> str:
-    """Return the KV cache dtype; `dtype` is the dtype of the model."""
+    """Return the KV cache dtype for `requested`, a --kv-cache-dtype; `dtype` is the dtype of the model."""
     resolved = _SHORT_NAMES.get(requested, requested)
     known = ("auto", dtype, "fp8", "fp8_e4m3", "fp8_e5m2", "int8", INT8_CACHE)
     auto = (checkpoint.quant and checkpoint.quant.cache) or dtype

@@ -58,7 +58,8 @@ def parse_json_or_text(text: str) -> Any:
 
 
 class JsonFlag(argparse.Action):
-    """A flag with a whole JSON value, or single keys that are merged into the previous value."""
+    """A flag with a JSON value (`--flag '{...}'`), or with one key (`--flag.key value`) that is added to its
+    value."""
 
     def __call__(
         self,
@@ -86,7 +87,8 @@ class JsonFlag(argparse.Action):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse with `_` for `-`, keys of JSON flags, `--config FILE`, help by topic, and one-line errors."""
+    """argparse that also reads `--a_b` as `--a-b`, `--json-flag.key value` and `--config FILE`, with help by
+    topic and one-line errors."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -129,9 +131,6 @@ class FlagParser(argparse.ArgumentParser):
             lines += ["--help=WORD for the flags with that word in their names, or"]
             lines += [f"--help=GROUP with GROUP of {topics}."]
         return "\n".join([*lines, *(["", self.epilog] if self.epilog else [])]) + "\n"
-
-    def format_full_help(self) -> str:
-        return super().format_help()
 
     def _topics(self) -> list[str]:
         return [str(group.title) for group in self._action_groups if group.title not in _NO_TOPICS]
@@ -189,7 +188,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _help_on(self, topic: str) -> str:
         if topic.lower() == "all":
-            return self.format_full_help()
+            return super().format_help()
         if topic.lower() == "listgroup":
             return "\n".join(self._topics()) + "\n"
         for group in self._action_groups:
@@ -217,7 +216,7 @@ class FlagParser(argparse.ArgumentParser):
                 yield token.partition("=")[2]
 
     def _read_config(self, path: str, namespace: argparse.Namespace) -> None:
-        """Store the file's values as defaults that the command line can override."""
+        """Store the values of a --config file as defaults that the command line can override."""
         import yaml
 
         try:
@@ -229,7 +228,8 @@ class FlagParser(argparse.ArgumentParser):
         self.apply(content or {}, f"--config {path}", namespace)
 
     def apply(self, content: dict[Any, Any], where: str, namespace: argparse.Namespace) -> None:
-        """Store the values of a file by flag names; errors begin with `where`."""
+        """Store the values of a file (`content`, by flag name) in the namespace; errors begin with
+        `where`."""
         for key, value in content.items():
             flag = "--" + str(key).replace("_", "-")
             action = self._option_string_actions.get(flag)
@@ -315,7 +315,8 @@ def _add_flag(group: Any, option: Option, text: str, prefix: str) -> None:
 
 
 def add_foreign_flag(group: Any, name: str, *, switch: bool, several: bool = False, prefix: str = "") -> None:
-    """Add a flag that is not shown in the help."""
+    """Add a flag of another engine, which the help does not show. A `switch` has no value; `several` values
+    are a list."""
     shared: dict[str, Any] = {"dest": prefix + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     flags = _flags(name, SHORT.get(name, ""))
     if switch:

@@ -1,4 +1,4 @@
-"""CPU instruction sets that the C kernels can be compiled for, and whether this CPU supports them.
+"""CPU instruction sets of the C kernels (QUIRE_CPU_KERNELS), and whether this CPU supports them.
 
 | path | instructions | compiled with |
 |---|---|---|
@@ -32,7 +32,7 @@ class Cpu:
 
     machine: str
     features: frozenset[str] | None
-    """None if the system does not list them."""
+    """Linux names of the features; None if the system does not list them."""
 
     @classmethod
     def read(cls, info: Path = Path("/proc/cpuinfo")) -> "Cpu":
@@ -45,7 +45,7 @@ class Cpu:
 
 
 def check_cpu_kernels(path: str, cpu: Cpu) -> None:
-    """Raise if `cpu` does not support the instructions of this path (a row of the table above)."""
+    """Raise if `cpu` does not support the instructions of `path`, a value of QUIRE_CPU_KERNELS."""
     if path not in ("avx2", "avx512"):
         return
     if cpu.machine not in _X86:
@@ -62,7 +62,7 @@ def check_cpu_kernels(path: str, cpu: Cpu) -> None:
 
 
 def paths_of(cpu: Cpu) -> list[str]:
-    """Return the paths that `cpu` supports."""
+    """Return the values of QUIRE_CPU_KERNELS that `cpu` supports."""
     present = []
     for path in CPU_KERNELS:
         try:
@@ -74,7 +74,7 @@ def paths_of(cpu: Cpu) -> list[str]:
 
 
 def compiler_flags(path: str, cpu: Cpu) -> tuple[str, ...]:
-    """Return the compiler flags for the instructions of `path` and no other instructions."""
+    """Return the compiler flags for exactly the instructions of `path`, a value of QUIRE_CPU_KERNELS."""
     assert path != "torch", "there is nothing to compile"
     check_cpu_kernels(path, cpu)
     if path == "c" and cpu.machine in _X86:

@@ -1,4 +1,4 @@
-"""Data-parallel topology: the engine cores of this machine, and the cores that it serves."""
+"""Data-parallel topology: the engine cores on this machine, and the cores that its API servers use."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Data-parallel ranks of the engine cores that run on this machine, and of the cores that it serves."""
+    """Data-parallel ranks of the engine cores on this machine (`local`), and of those that its API servers
+    use."""
 
     size: int
     local: range
@@ -18,7 +19,7 @@ class Topology:
 
     @property
     def remote(self) -> list[int]:
-        """Return the served ranks that run on other machines."""
+        """Return the ranks of `served` that run on other machines."""
         return [rank for rank in self.served if rank not in self.local]
 
 
@@ -55,8 +56,9 @@ def local_ranks(parallel: ParallelSection) -> range:
 
 
 def lay_out(parallel: ParallelSection, *, headless: bool, api_server_count: int | None) -> Topology:
-    """Return a server's part of the topology. A server with a fixed rank, hybrid load balancing or a start
-    rank above 0 serves only its local ranks; another server with API server processes serves all ranks."""
+    """Return the ranks that this server runs and uses. With a fixed rank, hybrid load balancing or a start
+    rank above 0, its API processes use only the local ranks. Otherwise they use all ranks; a headless server
+    has no API processes."""
     size, local = parallel.data_parallel_size, local_ranks(parallel)
     if headless:
         if api_server_count:

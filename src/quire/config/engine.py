@@ -28,7 +28,7 @@ from quire.config.kv_offloading import resolve_offloading
 from quire.config.kv_transfer import check_transfer
 from quire.config.load import load_section
 from quire.config.lora import lora_section
-from quire.config.machine import Machine
+from quire.config.machine import GIB, Machine
 from quire.config.parallel import stage_layers
 from quire.config.profiling import Profiling
 from quire.config.routed_experts import check_routed_experts
@@ -51,13 +51,12 @@ from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-GIB = 1 << 30
 CPU_KV_CACHE_LIMIT = 4 * GIB
 _OVERFLOWS_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Glm4ForCausalLM")
 """Architectures with hidden states that overflow float16."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
-# Smallest device memory in GiB; tokens per step by usage; requests. An A100 uses the last row.
+# Rows: least device memory in GiB, default tokens per step by usage, default requests. An A100 uses the last.
 CUDA_BUDGETS = (
     (160, {"llm": 16384, "server": 16384}, 1024),
     (70, {"llm": 16384, "server": 8192}, 1024),
@@ -83,35 +82,36 @@ class EngineConfig:
     checkpoint: Checkpoint
     machine: Machine
     pooling: PoolingFacts | None = None
-    """None for an engine that generates."""
+    """Pooling settings; None for a model that generates."""
     speculation: SpecFacts | None = None
-    """None for an engine without speculative decoding."""
+    """Settings of speculative decoding; None without it."""
     draft: Draft | None = None
-    """The draft model on the device; None without one."""
+    """The draft model of speculative decoding; None if drafts come without a model."""
     largest_items: Mapping[str, int] = field(default_factory=dict)
-    """Number of tokens of the largest possible item, by modality."""
+    """Number of placeholder tokens of the largest possible image, video and audio clip, by modality."""
     broken_plugins: tuple[str, ...] = ()
-    """Plugins that failed in the first process, which all other processes leave out."""
+    """Names of the plugins that failed in the first process; the other processes do not load them."""
     ray_group: str = ""
-    """Hex id of the Ray placement group for the ranks, with a first bundle for another actor; if empty, a new
-    group is created."""
+    """Hex id of an existing Ray placement group for the ranks; its first bundle is for another actor. If
+    empty, a new group is created."""
 
     @property
     def quant(self) -> QuantFacts | None:
-        """Return the quantization of a model directory, stored or online; None for a GGUF file."""
+        """Return the quantization of the weights, by the checkpoint or by `--quantization`. None for a GGUF
+        file."""
         if self.checkpoint.format == "gguf":
             return None
         return choose_quant(self.model.quantization, self.checkpoint.quant)
 
     @property
     def states_per_row(self) -> int:
-        """Return the number of SSM states of a running request in each layer. A step with draft tokens keeps
-        the state after each position, since the first rejected draft is known only afterwards."""
+        """Return the number of SSM states of a running request in each layer. A step with draft tokens stores
+        the state after each position, since the first rejected draft token is known only afterwards."""
         return _states_per_row(self.speculation)
 
     @property
     def rank_facts(self) -> ArchFacts:
-        """Return the facts of one tensor-parallel rank's shard."""
+        """Return the layer sizes of the model shard on one tensor-parallel rank."""
         parallel = self.parallel
         with_experts = not parallel.enable_expert_parallel
         return shard_facts(self.checkpoint.facts, parallel.tensor_parallel_size, with_experts=with_experts)
@@ -205,7 +205,7 @@ def _resolve_observability(values: Mapping[str, Any], usage: str) -> Observabili
 def _disable_for_pooling(
     values: dict[str, Any], pooling: PoolingFacts | None, checkpoint: Checkpoint, max_model_len: int
 ) -> dict[str, Any]:
-    """Turn off the settings that pooling does not support, with a warning for each that was enabled."""
+    """Return the settings without those that pooling does not support; warn about each that was on."""
     facts = checkpoint.facts
     if pooling is not None and facts.borrowed is not None:
         raise ConfigError(

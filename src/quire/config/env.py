@@ -35,7 +35,7 @@ NO_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Limits of the store of /v1/responses."""
+    """Limits of the responses that /v1/responses stores."""
 
     max_count: int = 4096
     """Most responses that are kept."""
@@ -47,14 +47,14 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEnv:
-    """Sources of adapters by name, and whether clients may load and unload them."""
+    """LoRA adapters: where they are looked up by name, and whether clients may load and unload them."""
 
     allow_runtime_lora_updating: bool = False
-    """Let clients load and unload adapters."""
+    """Let clients load and unload LoRA adapters."""
     lora_resolver_cache_dir: str | None = None
     """Folder in which adapters are searched by name."""
     lora_resolver_hf_repo_list: str = ""
-    """Hub ids, separated by commas."""
+    """Hub ids or organizations of adapters that clients may request, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class MediaEnv:
     media_loading_thread_count: int = 8
     """Number of decoding threads per API server process."""
     media_max_mb: float = 256.0
-    """MiB of one item, as sent or fetched, and of all items of a request. All requests in flight may hold
-    four times as much, and so may all concurrent decoding; other requests wait."""
+    """Maximum MiB of all media items of a request, as sent or fetched. All requests in flight together may
+    have four times as much, and so may the items that are being decoded; other requests wait."""
     max_image_pixels: int = 178956970
-    """Pixels of an image; all frames of a video together may have twice as many."""
+    """Maximum pixels of an image; all frames of a video together may have twice as many."""
     max_audio_clip_filesize_mb: float = 25.0
-    """MiB of an audio file to transcribe (/v1/audio/transcriptions)."""
+    """Maximum MiB of an audio file to transcribe (/v1/audio/transcriptions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class _Choice:
 
 
 _PARSERS: dict[Any, Any] = {bool: _parse_switch, int: int, float: float, str: str}
-"""Parsers by the type of a field."""
+"""Parsers of variables, by the type of a field."""
 _SPECIAL_PARSERS: dict[str, Any] = {
     "cache_root": lambda text: Path(text).expanduser(),
     "cpu_kernels": _Choice(CPU_KERNELS),
@@ -217,7 +217,7 @@ _SPECIAL_PARSERS: dict[str, Any] = {
     "plugins": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
 }
 _MAY_BE_EMPTY = ("plugins",)
-"""Variables with a meaning if they are empty; other empty variables are read as unset."""
+"""Variables for which an empty text is a value; other variables with an empty text count as unset."""
 _GROUPS: dict[str, tuple[type, str]] = {
     "responses_store": (StoreLimits, "responses_store_"),
     "adapters": (AdapterEnv, ""),

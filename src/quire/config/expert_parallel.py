@@ -7,7 +7,7 @@ from typing import Any
 from quire.checkpoint.facts import ArchFacts
 from quire.config.data_parallel import local_ranks
 from quire.config.sections import ParallelSection
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys, nearest
 from quire.logs import get_logger, warn_once
 
 log = get_logger(__name__)
@@ -32,7 +32,7 @@ _VLLM_BACKENDS = {
         SEND,
     ),
 }
-"""Backends of vLLM, with the backend of Quire that is used instead."""
+"""All-to-all backends of vLLM, each with the backend of Quire that replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Eplb:
     """Expert-parallel load balancing settings (`eplb_config`)."""
 
     window_size: int = 1000
-    """Number of steps over which tokens are counted."""
+    """Number of steps over which the tokens of each expert are counted."""
     step_interval: int = 3000
     """Steps between rebalancings."""
     num_redundant_experts: int = 0
-    """Number of expert slots beyond one per expert, over all devices."""
+    """Number of additional replicas of experts in each layer, over all devices."""
     use_async: bool = True
     """Whether to move one layer at a time between steps; otherwise all layers move at once."""
     log_balancedness: bool = False
@@ -53,11 +53,8 @@ class Eplb:
     @staticmethod
     def of(parallel: ParallelSection) -> "Eplb":
         known = {item.name: item for item in fields(Eplb)}
+        check_keys("eplb_config", parallel.eplb_config, list(known))
         for name, value in parallel.eplb_config.items():
-            if name not in known:
-                raise ConfigError(
-                    f"unknown eplb_config key {name!r}; known: {', '.join(known)}{nearest(name, list(known))}"
-                )
             kind, least = known[name].type, 0 if name == "num_redundant_experts" else 1
             if type(value) is not kind or (value is not False and value < least):
                 what = "true or false" if kind is bool else f"a whole number of at least {least}"
@@ -90,7 +87,8 @@ def step_sync_address(parallel: ParallelSection) -> str:
 def with_experts(
     parallel: ParallelSection, facts: ArchFacts, args: dict[str, Any], *, pools: bool
 ) -> ParallelSection:
-    """Return the settings with Quire's backend names and ports; raise if the model does not support them."""
+    """Return the settings with the name of Quire's all-to-all backend and, if all engines are on this
+    machine, a free port. Raise if the model does not support expert parallelism with these settings."""
     parallel = replace(parallel, all2all_backend=_resolve_backend(parallel.all2all_backend))
     eplb = Eplb.of(parallel)
     if not parallel.enable_expert_parallel:

@@ -50,7 +50,7 @@ def initial_placement(
 def balance(
     loads: Sequence[float], num_ranks: int, num_slots: int, before: Placement | None = None
 ) -> Placement:
-    """Return a placement with greedily balanced load.
+    """Return a placement with greedily balanced load; `loads` is the number of tokens that each expert gets.
 
     The experts with the most load get replicas in the remaining slots. Then all replicas are assigned, the
     heaviest first, to the device with the least load. `before` is returned if the result is no better. An

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.config.plugins import installed_processors
-from quire.errors import ConfigError, one_line
+from quire.errors import ConfigError, check_keys, one_line
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -16,7 +16,7 @@ log = get_logger(__name__)
 _PATH = re.compile(r"[A-Za-z_][\w.]*[:.][A-Za-z_][\w.<>]*")
 TRANSFER_BACKENDS = ("nccl", "gloo", "ipc", "shared_memory", "file")
 _CLASSES: dict[str, type] = {}
-"""Classes that this process passed as objects, by path."""
+"""Classes that the user of this process passed as objects, by path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class ExtensionSection:
     enable_return_routed_experts: bool = False
     """Return the experts that each token was routed to with the output of every request."""
     return_sampling_mask: bool = False
-    """Return the ids that each token could have been after top_k, top_p and min_p with the output of every
-    request. Needs logprobs_mode `processed_logprobs`."""
+    """Return with every output the token ids that top_k, top_p and min_p left to choose from, for each token.
+    Needs logprobs_mode `processed_logprobs`."""
 
 
 def name_classes(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def _path_of(entry: Any) -> Any:
 def extension_section(
     values: Mapping[str, Any], pooling: object, speculation: object, logprobs_mode: str
 ) -> ExtensionSection:
-    """Build and check the section. `pooling` and `speculation` are None if they are off."""
+    """Return the section with the user's settings; raise if they are invalid. `pooling` and `speculation` are
+    None if they are off."""
     section = ExtensionSection(**values)
     for path in section.logits_processors:
         if not _PATH.fullmatch(path):
@@ -96,9 +97,7 @@ def _check_mask(section: ExtensionSection, pooling: object, speculation: object,
 
 
 def _check_transfer(settings: Mapping[str, Any]) -> None:
-    for name in settings:
-        if name != "backend":
-            raise ConfigError(f"unknown weight_transfer_config key {name!r}; known: backend")
+    check_keys("weight_transfer_config", settings, ["backend"])
     backend = settings.get("backend", "")
     if settings and backend not in TRANSFER_BACKENDS:
         known = ", ".join(TRANSFER_BACKENDS)
@@ -106,19 +105,20 @@ def _check_transfer(settings: Mapping[str, Any]) -> None:
 
 
 def with_installed(section: ExtensionSection, pooling: object, speculation: object) -> ExtensionSection:
-    """Return the section with the logits processors of installed packages in front. Engines that pool or
-    speculate ignore these, with a warning."""
+    """Return the section with the logits processors of installed packages before the configured ones. For a
+    pooling model or with speculative decoding, those of packages are ignored with a warning."""
     installed = installed_processors()
     if installed and (pooling is not None or speculation is not None):
         feature = "speculative decoding" if pooling is None else "a pooling model"
-        log.warning("Installed logits processors are ignored with %s: %s", feature, ", ".join(installed))
+        text = "Logits processors of installed packages are not used with %s: %s"
+        log.warning(text, feature, ", ".join(installed))
         return section
     return replace(section, logits_processors=(*installed, *section.logits_processors))
 
 
 def load_class(path: str, setting: str) -> type:
-    """Import a class by `module:Class` or `module.Class`. Its module may import names of `vllm`, which are
-    then Quire's classes unless vLLM itself is imported."""
+    """Import a class by `module:Class` or `module.Class`. If its module imports names of `vllm`, it gets
+    Quire's classes, unless vLLM itself is already imported."""
     if path in _CLASSES:
         return _CLASSES[path]
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")

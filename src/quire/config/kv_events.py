@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.config.sections import CacheSection, ParallelSection
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -25,11 +25,11 @@ class KVEventSettings:
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
-    """Batches that are kept for replay."""
+    """Number of past batches of events that are kept for replay."""
     hwm: int = 100_000
     """Most messages that are queued for a slow subscriber; further messages are dropped. 0: no limit."""
     max_queue_size: int = 100_000
-    """Most batches that wait for the publishing thread; further batches are dropped."""
+    """Most batches of events that wait for the publishing thread; further batches are dropped."""
     topic: str = ""
     encoding: str = "map"
     """How an event is encoded: as a map with its type, or as an array, as in vLLM before 0.24."""
@@ -38,11 +38,8 @@ class KVEventSettings:
     def of(config: Mapping[str, Any]) -> "KVEventSettings | None":
         """Validate the settings; return None if KV events are off."""
         known = ["enable_kv_cache_events", "publisher", *(item.name for item in fields(KVEventSettings))]
+        check_keys("kv_events_config", config, known)
         for name, value in config.items():
-            if name not in known:
-                raise ConfigError(
-                    f"unknown kv_events_config key {name!r}; known: {', '.join(known)}{nearest(name, known)}"
-                )
             _check(name, value)
         values = dict(config)
         is_on, publisher = values.pop("enable_kv_cache_events", False), values.pop("publisher", None)

@@ -38,7 +38,8 @@ def cache_identity(config: EngineConfig) -> dict[str, Any]:
 
 
 def transfer_layout(config: EngineConfig) -> dict[str, str]:
-    """Return the settings that must be equal in two engines that exchange entries, each as a short text.
+    """Return the settings that must be equal in two engines that exchange KV cache entries, as short texts by
+    name.
 
     Paths of the model may differ. Weights are compared by the sizes of their files and samples of their
     contents."""

@@ -1,4 +1,4 @@
-"""Lower tiers of the KV cache: the settings, checked against the model and the device."""
+"""Settings of KV cache offloading to host memory and disk, checked against the model and the device."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.checkpoint.layout import CacheSpec
 from quire.config.machine import Machine
-from quire.errors import ConfigError
+from quire.errors import ConfigError, check_keys
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -17,8 +17,8 @@ _CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _DEFAULT_PART = 10
 _DEFAULT_BYTES = 16 << 30
-"""Bound of the default tier in bytes per device; the default is a tenth (`_DEFAULT_PART`) of the free host
-memory."""
+"""Maximum default of kv_offloading_size in bytes per device; below it, the default is a tenth
+(`_DEFAULT_PART`) of the free host memory."""
 _SIMPLE_BYTES = 8 << 30
 """Default of cpu_bytes_to_use in vLLM's SimpleCPUOffloadConnector, in bytes."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -38,16 +38,16 @@ _SIZES = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_path", "disk_ca
 
 
 def default_host_bytes(free: int, cache_bytes: int, *, num_devices: int, num_engines: int) -> int:
-    """Return the default size in bytes of an engine's tier in host memory. `free` is the free host memory,
-    which `num_engines` engines share; `cache_bytes` and `num_devices` are those of one engine."""
+    """Return the default bytes of host memory for the evicted KV blocks of an engine. `free` is the free host
+    memory, which `num_engines` engines share; `cache_bytes` and `num_devices` are those of one engine."""
     return min(free // _DEFAULT_PART // num_engines, _DEFAULT_BYTES * num_devices, cache_bytes)
 
 
 def resolve_offloading(
     args: Mapping[str, Any], specs: Sequence[CacheSpec | None], machine: Machine, *, by_default: bool = True
 ) -> dict[str, Any]:
-    """Return the cache settings without the tiers that this model or device does not support. If `by_default`
-    is False, a tier in host memory without a given size is off."""
+    """Return the cache settings without the offloading that this model or device does not support. If
+    `by_default` is False, offloading to host memory is off unless its size is set."""
     values = dict(args)
     if values.get("kv_offloading_size") is None and (machine.device == "cpu" or not by_default):
         values["kv_offloading_size"] = 0.0
@@ -73,7 +73,7 @@ def resolve_offloading(
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise if the folder, or its nearest parent that exists, cannot be used."""
+    """Raise if the folder, or its nearest parent that exists, cannot be read and written."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"kv_offloading_dir={str(folder)!r}: {existing} is not a directory")
@@ -85,8 +85,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def offloading_of(config: Any, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Translate vLLM's kv_transfer_config for offloading into kv_offloading_size and kv_offloading_dir. The
-    error for an unknown connector names the `others`, too."""
+    """Translate vLLM's kv_transfer_config for offloading into kv_offloading_size and kv_offloading_dir.
+    `others` are further connectors to name in the error for an unknown one."""
     if not isinstance(config, dict):
         raise ConfigError(f"kv_transfer_config={config!r} must be a JSON object")
     connector, role = config.get("kv_connector"), config.get("kv_role", "kv_both")
@@ -100,7 +100,7 @@ def offloading_of(config: Any, others: Sequence[str] = ()) -> dict[str, Any]:
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r} must be an object")
-    _check_extra(extra)
+    check_extra(extra, (*_SIZES, *_ALLOWED, *_WITHOUT_EFFECT, "secondary_tiers"), _ALLOWED)
     num_bytes = extra.get("cpu_bytes_to_use", _SIMPLE_BYTES if connector == _CONNECTORS[1] else None)
     if not isinstance(num_bytes, int | float) or isinstance(num_bytes, bool) or num_bytes <= 0:
         raise ConfigError(
@@ -115,21 +115,19 @@ def offloading_of(config: Any, others: Sequence[str] = ()) -> dict[str, Any]:
     return mapped | _secondary_tier(extra.get("secondary_tiers") or [])
 
 
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise for keys and values that Quire does not support."""
-    known = (*_SIZES, *_ALLOWED, *_WITHOUT_EFFECT, "secondary_tiers")
+def check_extra(
+    extra: Mapping[str, Any], known: Sequence[str], allowed: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Raise if kv_connector_extra_config has an unknown key, or a value that `allowed` lacks for its key."""
+    check_keys("kv_connector_extra_config", extra, known)
     for name, value in extra.items():
-        if name not in known:
-            raise ConfigError(
-                f"kv_connector_extra_config: unknown key {name!r}; known: {', '.join(sorted(known))}"
-            )
-        if name in _ALLOWED and value not in _ALLOWED[name]:
-            choices = " or ".join(map(repr, _ALLOWED[name]))
+        if name in allowed and value not in allowed[name]:
+            choices = " or ".join(map(repr, allowed[name]))
             raise ConfigError(f"kv_connector_extra_config: {name}={value!r} is not supported; use {choices}")
 
 
 def _secondary_tier(tiers: Any) -> dict[str, Any]:
-    """Return the settings of the file system tier of `secondary_tiers`."""
+    """Return the settings for `secondary_tiers`, of which one directory (type `fs`) is supported."""
     if not tiers:
         return {}
     kinds = [isinstance(tier, dict) and tier.get("type") for tier in tiers]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.layout import CacheSpec
-from quire.config.kv_offloading import ROLES, offloading_of
+from quire.config.kv_offloading import ROLES, check_extra, offloading_of
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection, ParallelSection
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys
 
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
-"""Connectors of vLLM. Quire implements their protocol with clients, but moves KV cache entries over its own
-connections."""
+"""Connectors of vLLM. Quire's requests and responses have their fields, but KV cache entries move over
+connections of Quire's own."""
 _KNOWN = (
     *("kv_connector", "kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy"),
     *("kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port"),
@@ -23,7 +23,7 @@ _EXTRA = (
     *("peers", "load_timeout", "backends", "num_threads", "kv_lease_duration", "bidirectional_kv_xfer"),
     *("kv_recompute_threshold", "decoder_kv_blocks_ttl", "engine_ttl", "enforce_handshake_compat"),
 )
-_ONLY = {"bidirectional_kv_xfer": False, "enforce_handshake_compat": True}
+_ALLOWED = {"bidirectional_kv_xfer": (False,), "enforce_handshake_compat": (True,)}
 """Keys of kv_connector_extra_config with the only value that Quire supports."""
 _POLICIES = ("recompute", "fail")
 _ENGINE_ID = re.compile(r"\w[\w.-]{0,127}")
@@ -32,7 +32,7 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """Role and peers of an engine that exchanges prefixes with other engines."""
+    """Role and peers of an engine that exchanges cached prefixes with other engines."""
 
     role: str
     engine_id: str | None = None
@@ -56,7 +56,7 @@ class TransferSettings:
         """Validate the settings; return None if the engine exchanges no prefixes."""
         if not config:
             return None
-        _check_keys("kv_transfer_config", config, _KNOWN)
+        check_keys("kv_transfer_config", config, _KNOWN)
         role, engine_id = config.get("kv_role"), config.get("engine_id")
         if role not in ROLES:
             raise ConfigError(f"kv_transfer_config: kv_role={role!r} must be one of {', '.join(ROLES)}")
@@ -73,7 +73,7 @@ class TransferSettings:
         extra = config.get("kv_connector_extra_config") or {}
         if not isinstance(extra, dict):
             raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r} must be an object")
-        _check_extra(extra)
+        check_extra(extra, _EXTRA, _ALLOWED)
         seconds = extra.get("load_timeout", 30.0)
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= 3600:
             raise ConfigError(
@@ -81,20 +81,6 @@ class TransferSettings:
                 " most 3600"
             )
         return TransferSettings(role, engine_id, policy == "fail", _peers(extra), float(seconds))
-
-
-def _check_keys(place: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in (name for name in values if name not in known):
-        raise ConfigError(
-            f"{place}: unknown key {name!r}; known: {', '.join(known)}{nearest(str(name), known)}"
-        )
-
-
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    _check_keys("kv_connector_extra_config", extra, _EXTRA)
-    for name, value in extra.items():
-        if name in _ONLY and value is not _ONLY[name]:
-            raise ConfigError(f"kv_connector_extra_config: {name}={value!r} is not supported; leave it out")
 
 
 def _peers(extra: Mapping[str, Any]) -> tuple[tuple[str, int | None], ...]:
@@ -115,8 +101,8 @@ def _peer(text: str) -> tuple[str, int | None]:
 
 
 def transfer_of(config: Any) -> dict[str, Any]:
-    """Translate vLLM's kv_transfer_config: a connector for offloading becomes the flags of lower tiers; a
-    connector for prefill and decode in different engines stays as it is."""
+    """Translate vLLM's kv_transfer_config: a connector for offloading becomes the kv_offloading settings; a
+    connector for prefill and decode in different engines is returned unchanged."""
     if isinstance(config, dict) and config.get("kv_connector") is None:
         return {"kv_transfer_config": {}}
     if not isinstance(config, dict) or config["kv_connector"] not in CONNECTORS:

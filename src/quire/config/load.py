@@ -21,7 +21,7 @@ FIXED_WEIGHTS = (
 def load_section(
     args: dict[str, Any], facts: ArchFacts, parallel: ParallelSection, machine: Machine
 ) -> LoadSection:
-    """Build the section from the user's settings; raise if layers of this model cannot be offloaded."""
+    """Return the section with the user's settings; raise if cpu_offload_gb is set and not supported."""
     section = LoadSection(**args)
     size = section.cpu_offload_gb
     if not size:
@@ -45,7 +45,8 @@ def load_section(
 
 
 def has_fixed_weights(checkpoint: Checkpoint, load: LoadSection) -> bool:
-    """Whether the format or the loading of the weights excludes updates of a running model."""
+    """Return whether the format of the weights, or how they are loaded, rules out updates of a running
+    model."""
     is_fixed = checkpoint.format == "gguf" or load.load_format == "sharded_state"
     return is_fixed or bool(load.cpu_offload_gb) or checkpoint.facts.borrowed is not None
 

@@ -8,15 +8,16 @@ from quire.config.sections import MultimodalSection, ParallelSection
 from quire.errors import ConfigError
 
 CacheKind = Literal["off", "processor", "shared", "replicated", "shm"]
-"""Location of the cache. off: no cache; processor: in each API server process; shared: in memory that all API
-server processes share; replicated: keys in the API server process and values in the engine; shm: keys in the
-API server process and values in memory that all workers share."""
+"""Location of the cache of processed items. off: no cache; processor: in each API server process; shared: in
+memory that all API server processes share; replicated: hashes of items in the API server process and the
+items in the engine; shm: hashes in the API server process and items in memory that all workers share."""
 
 
 def cache_kind(
     section: MultimodalSection, parallel: ParallelSection, *, num_api: int, num_engines: int
 ) -> CacheKind:
-    """Return the kind for `num_api` API server processes, each connected to `num_engines` engines."""
+    """Return the location of the cache for `num_api` API server processes, each connected to `num_engines`
+    engines."""
     if section.mm_processor_cache_gb <= 0:
         return "off"
     if num_api > 1 and sys.platform == "linux":
@@ -30,12 +31,13 @@ def cache_kind(
 def engine_holds_values(
     section: MultimodalSection, parallel: ParallelSection, *, num_api: int, num_engines: int
 ) -> bool:
-    """Return whether the engine core holds the cached values for its API server process."""
+    """Return whether the engine core caches the processed items, and its API server process only their
+    hashes."""
     return cache_kind(section, parallel, num_api=num_api, num_engines=num_engines) == "replicated"
 
 
 def in_process_cache_kind(section: MultimodalSection, parallel: ParallelSection) -> CacheKind:
-    """Return the kind for an engine in the same process as its caller."""
+    """Return the location of the cache for an engine in the process of its caller (offline use)."""
     kind = cache_kind(section, parallel, num_api=1, num_engines=1)
     return "processor" if kind == "replicated" else kind
 
@@ -56,7 +58,7 @@ def max_bytes(section: MultimodalSection) -> int:
 
 
 def check_cache(args: Mapping[str, Any]) -> None:
-    """Raise if the user's cache settings contradict each other."""
+    """Raise if the user's settings of the multimodal cache contradict each other."""
     size, kind = args.get("mm_shm_cache_max_object_size_mb"), args.get("mm_processor_cache_type", "lru")
     if size is not None and kind != "shm":
         raise ConfigError(

@@ -7,7 +7,7 @@ from quire.errors import ConfigError
 
 
 class ParallelSizes(Protocol):
-    """Number of workers of an engine, as tensor-parallel ranks per stage and pipeline stages."""
+    """The sizes that determine the workers of an engine: ranks per pipeline stage, and stages."""
 
     @property
     def tensor_parallel_size(self) -> int: ...

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 GROUP, VLLM_GROUP = "quire.plugins", "vllm.general_plugins"
-"""Groups of functions without arguments, which register models, parsers and the like."""
+"""Entry point groups of plugins: functions without arguments that register models, parsers and the like."""
 PROCESSORS = "vllm.logits_processors"
-"""Group of classes of logits processors."""
+"""Entry point group of logits processor classes."""
 _NO_EFFECT = {
     "vllm.stat_logger_plugins": "use quire.plugins.register_stat_logger, or read /metrics",
     "vllm.io_processor_plugins": "Quire has no IO processors",
     "vllm.platform_plugins": "Quire runs on CPUs and on CUDA devices",
     "vllm.endpoint_plugins": "use --middleware",
 }
-"""Groups of vLLM that are not loaded, with the reason or the remedy."""
+"""Entry point groups of vLLM that are not loaded, each with the reason or the remedy."""
 _BUILT_IN = ("lora_filesystem_resolver", "lora_hf_hub_resolver")
 """Plugins of vLLM itself that Quire replaces by built-in features."""
 
@@ -35,8 +35,8 @@ _BUILT_IN = ("lora_filesystem_resolver", "lora_hf_hub_resolver")
 def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Load the installed plugins, once per process, and return the names of the plugins that failed.
 
-    A child process passes the failed plugins of its parent as `broken`: they are left out, and the other
-    plugins are not reported again. `broken` is None in the first process."""
+    A child process passes the plugins that failed in its parent as `broken`: they are not loaded, and the
+    other plugins are not logged again. `broken` is None in the first process."""
     allowed = Env.read(os.environ).plugins
     if allowed == () or not (_declares_plugins() or allowed):
         return ()
@@ -55,8 +55,8 @@ def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
                     f"plugin {name!r} of {_origin(entry)} failed: {one_line(error)}; repair it, or remove it"
                     " from the list of plugins (QUIRE_PLUGINS or VLLM_PLUGINS)"
                 ) from error
-            log.error("Plugin %r of %s failed and is left out: %s", name, _origin(entry), one_line(error))
-            log.debug("Plugin %r failed", name, exc_info=error)
+            log.error("Plugin %r of %s failed and is not used: %s", name, _origin(entry), one_line(error))
+            log.debug("Stack trace of plugin %r", name, exc_info=error)
             failed.append(name)
     return tuple(failed)
 
@@ -82,8 +82,8 @@ def _call(entry: "EntryPoint", *, first: bool) -> None:
         log.info("Loaded plugin %r of %s", entry.name, _origin(entry))
         if not had_torch and "torch" in sys.modules:
             log.warning(
-                "Plugin %r imports torch, so every API process does: register 'module:Class' strings, and"
-                " import torch in that module only",
+                "Plugin %r imports torch when it is loaded, which slows the start of every API process:"
+                " register classes as 'module:Class' strings, and import torch only in their modules",
                 entry.name,
             )
 
@@ -91,34 +91,26 @@ def _call(entry: "EntryPoint", *, first: bool) -> None:
 def _selected(entries: "list[EntryPoint]") -> "dict[str, EntryPoint]":
     """Return the plugins to call, by name. If the same name is registered for Quire and for vLLM, the plugin
     for Quire is called."""
-    ranked = sorted((entry for entry in entries if entry.group in (GROUP, VLLM_GROUP)), key=_rank)
     selected: dict[str, EntryPoint] = {}
-    for entry in ranked:
-        selected.setdefault(entry.name, entry)
+    for entry in sorted(entries, key=lambda entry: (entry.group != GROUP, entry.name)):
+        if entry.group in (GROUP, VLLM_GROUP):
+            selected.setdefault(entry.name, entry)
     return selected
 
 
-def _rank(entry: "EntryPoint") -> tuple[bool, str]:
-    return entry.group != GROUP, entry.name
-
-
 def _report_unused(entries: "list[EntryPoint]", allowed: tuple[str, ...] | None) -> None:
-    """Warn about plugins of groups that are not supported, and about names that no package has."""
+    """Warn about plugins in unsupported entry point groups, and about names in `allowed` that no package
+    has."""
     for entry in entries:
         if entry.group in _NO_EFFECT and (allowed is None or entry.name in allowed):
-            reason = _NO_EFFECT[entry.group]
-            log.warning(
-                "Plugin %r of %s in the group %s has no effect: %s",
-                entry.name,
-                _origin(entry),
-                entry.group,
-                reason,
-            )
+            text = "Plugin %r of %s is not used, since Quire does not load entry points of the group %s: %s"
+            log.warning(text, entry.name, _origin(entry), entry.group, _NO_EFFECT[entry.group])
     names = sorted({entry.name for entry in entries})
     for name in allowed or ():
         if name not in names and name not in _BUILT_IN:
             hint = nearest(name, names) or f"; installed: {', '.join(names) or 'none'}"
-            log.warning("No installed package has the plugin %r of VLLM_PLUGINS%s", name, hint)
+            text = "QUIRE_PLUGINS or VLLM_PLUGINS lists the plugin %r, which no installed package has%s"
+            log.warning(text, name, hint)
 
 
 def _origin(entry: "EntryPoint") -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -40,13 +40,8 @@ class Profiling:
         kind = values.pop("profiler", None)
         for name in values.keys() & _NO_EFFECT:
             warn_once(logger, f"profiler_config: {name}={values.pop(name)!r} has no effect in Quire")
-        known = [item.name for item in fields(Profiling)]
+        check_keys("profiler_config", values, ["profiler", *(item.name for item in fields(Profiling))])
         for name, value in values.items():
-            if name not in known:
-                raise ConfigError(
-                    f"unknown profiler_config key {name!r}; known: profiler, {', '.join(known)}"
-                    f"{nearest(name, known)}"
-                )
             if not isinstance(value, str if name == "torch_profiler_dir" else bool):
                 raise ConfigError(f"profiler_config: {name} cannot be {value!r}")
         if kind is None:

@@ -14,7 +14,7 @@ from quire.config.extensions import ExtensionSection
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """The values that a field accepts beyond its type, and its form on the command line."""
+    """Bounds on the values of a field, and its form on the command line."""
 
     at_least: float | None = None
     above: float | None = None
@@ -67,7 +67,7 @@ class ModelSection:
     tokenizer: str
     """Directory, .gguf file, hub id or URL of the tokenizer. Default: the model's."""
     tokenizer_mode: Literal["auto", "hf", "slow"] = "auto"
-    """How to read the tokenizer; all three use its fast form."""
+    """Accepted for compatibility: the fast tokenizer is always used."""
     skip_tokenizer_init: bool = False
     """Do not load the tokenizer: prompts and outputs are token ids."""
     trust_remote_code: bool = False
@@ -108,7 +108,7 @@ class ModelSection:
     enable_prompt_embeds: bool = False
     """Let requests send their prompts as embeddings (`prompt_embeds`), instead of texts or token ids."""
     enforce_eager: bool = False
-    """Never capture CUDA graphs, nor tapes on a CPU."""
+    """Never capture CUDA graphs on a GPU, nor record decode steps on a CPU."""
     batch_invariant: bool = False
     """Compute the same bits for a request in any batch, at some cost in speed on a GPU. The C kernels of a
     CPU always do."""
@@ -170,11 +170,11 @@ class CacheSection:
     """Share the KV blocks of equal prefixes between requests, and SSM states after them. Default: on, unless
     all layers have SSM states instead of KV blocks."""
     mamba_cache_mode: Literal["none", "all", "align"] = "none"
-    """Boundaries of prefix caching for SSM states. `align`, which `none` stands for: at the end of a
-    prompt, where it departs from earlier prompts, and by prefix_cache_retention_interval; `all`: every
+    """Positions whose SSM states are kept for prefix caching. `align` (also `none`): the end of a prompt, the
+    end of a prefix that earlier prompts share, and by prefix_cache_retention_interval; `all`: every
     mamba_block_size tokens."""
     mamba_block_size: Annotated[int | None, FieldRule(at_least=1)] = None
-    """SSM states are kept after a multiple of this number of tokens, itself a multiple of block_size.
+    """Prefix caching keeps SSM states after multiples of this number of tokens, a multiple of block_size.
     Default: 64, or 512 with mamba_cache_mode `all`."""
     prefix_cache_retention_interval: Annotated[int | None, FieldRule(at_least=0)] = None
     """Tokens between two kept SSM states of a long prompt, a multiple of mamba_block_size; 0: none in
@@ -185,7 +185,7 @@ class CacheSection:
     """GiB of host memory, over all ranks, for blocks that are evicted from a GPU. 0: off. Default: a tenth of
     the free host memory, at most 16 GiB and at most the size of the KV cache for each GPU."""
     kv_offloading_backend: Literal["native"] = "native"
-    """Implementation of the lower tiers of the KV cache."""
+    """Implementation of KV cache offloading."""
     kv_offloading_dir: str | None = None
     """Directory for full blocks of the KV cache, which survive a restart. Only its user can read it."""
     kv_offloading_dir_size: Annotated[float, FieldRule(above=0)] = 16.0
@@ -195,8 +195,8 @@ class CacheSection:
     kv_transfer_config: dict[str, Any] = field(default_factory=dict)
     """JSON of prefill and decode in different engines (docs/disaggregation.md): kv_connector
     (`NixlConnector`), kv_role (`kv_producer`, `kv_consumer` or `kv_both`), engine_id, kv_load_failure_policy,
-    and kv_connector_extra_config with peers and load_timeout. With `OffloadingConnector` it is read as the
-    flags of lower tiers. Default: none."""
+    and kv_connector_extra_config with peers and load_timeout. `OffloadingConnector` sets kv_offloading_size
+    and kv_offloading_dir. Default: none."""
     kv_cache_dtype: str
     """Type of keys and values in the cache. `fp8`, which is `fp8_e4m3`, and `fp8_e5m2` take half the memory;
     scales are the checkpoint's, or 1.0. `int8`, which is `int8_per_token_head`, has a scale for each token
@@ -285,8 +285,8 @@ class ParallelSection:
     data_parallel_external_lb: Annotated[bool, FieldRule(short="-dpe")] = False
     """Every copy has its own API processes."""
     data_parallel_routing: Literal["affinity", "load", "round_robin"] = "affinity"
-    """The copy that a request goes to: the copy that has its prefix unless this copy is busier than the
-    others, the least busy copy, or each copy in turn."""
+    """The copy that a request goes to: the copy with its prefix in the cache unless that is busier than the
+    others (`affinity`), the least busy copy, or each copy in turn."""
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] = "uni"
     """How workers are started: in the engine's process (uni), one process each (mp), or by ray. Default: uni
     for one worker, mp for more."""
@@ -354,8 +354,8 @@ class LoRASection:
     """Modules that adapters may replace as a whole (modules_to_save): `embed_tokens`, `lm_head`. Each slot
     reserves as much memory as the model's module takes. Default: neither."""
     lora_extra_vocab_size: Annotated[int, FieldRule(at_least=0)] = 256
-    """Most tokens that an adapter may add, or train individually; 0: none. Each slot reserves as many rows of
-    the embedding and of the head."""
+    """Most tokens that an adapter may add, or train individually; 0: none. Each of max_loras slots reserves
+    as many rows of the embedding and of the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,8 +388,6 @@ class MultimodalSection:
     items."""
     cudagraph_mm_encoder: bool = False
     """On a GPU, capture small encoder batches with recurring shapes as CUDA graphs."""
-    mm_encoder_attn_backend: str = "AUTO"
-    """Attention backend of vision and audio encoders. Default: by the device."""
     interleave_mm_strings: bool = False
     """For templates that support only text: items keep their places among the texts of a message."""
     skip_mm_profiling: bool = False
@@ -454,7 +452,7 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A section's field, as used by validation and flags."""
+    """A field of a section, in the form that validation and command-line flags use."""
 
     name: str
     section: str
@@ -462,7 +460,7 @@ class Option:
     """bool, int, float, str, dict, or tuple (of str)."""
     choices: tuple[str, ...]
     optional: bool
-    """Whether None may be given: it means the default."""
+    """Whether None is accepted; it means the default."""
     default: Any
     """The field's default; None if `resolve()` fills it in."""
     rule: FieldRule

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from quire.config.args import check_value
 from quire.config.sections import FieldRule, options_of
 from quire.config.unsupported import UNSUPPORTED, check_supported
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys, nearest
 from quire.logs import get_logger, warn_once
 
 log = get_logger(__name__)
@@ -49,12 +49,12 @@ class SpecFacts:
     attention_backend: str | None = None
     kv_cache_dtype: str | None = None
     prompt_lookup_min: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Smallest number of tokens to look up in the prompt."""
+    """Fewest tokens of an n-gram that is looked up in the earlier text."""
     prompt_lookup_max: Annotated[int | None, FieldRule(at_least=1)] = None
     num_speculative_tokens_per_batch_size: Annotated[
         tuple[tuple[int, int, int], ...], FieldRule(derived=True)
     ] = ()
-    """Most draft tokens by batch size: (first, last, tokens)."""
+    """Most draft tokens by range of batch sizes: (first size, last size, most draft tokens)."""
     parallel_drafting: bool = False
     use_heterogeneous_vocab: bool = False
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
@@ -63,7 +63,7 @@ class SpecFacts:
     synthetic_acceptance_rates: Annotated[tuple[float, ...], FieldRule(derived=True)] = ()
     """For each draft position, probability that it and all positions before it are accepted."""
     synthetic_acceptance_length: Annotated[float | None, FieldRule(at_least=1)] = None
-    """Mean accepted tokens per step, including the target's token."""
+    """Mean number of accepted tokens per step, including the token that the target model samples."""
     suffix_decoding_max_tree_depth: Annotated[int, FieldRule(at_least=1)] = 24
     suffix_decoding_max_cached_requests: Annotated[int, FieldRule(at_least=0)] = 10000
     suffix_decoding_max_spec_factor: Annotated[float, FieldRule(at_least=0)] = 1.0
@@ -105,8 +105,8 @@ class SpecFacts:
 
 
 def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate the keys as far as possible without the draft model. If the method depends on the draft's
-    config.json, `method` is None and `model` is its location."""
+    """Return the merged settings of speculative decoding, validated as far as possible without the draft
+    model. If the method depends on the draft's config.json, `method` is None."""
     config = _merge_settings(values)
     if not config:
         return {}
@@ -118,7 +118,7 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `speculative_config` merged with the short settings."""
+    """Return `speculative_config` merged with spec_method, spec_model and spec_tokens."""
     config = {
         name: value for name, value in values.get("speculative_config", {}).items() if value is not None
     }
@@ -134,19 +134,15 @@ def _merge_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Check that every key is known, has its type and is within its bounds."""
     known = options_of({"speculative_config": SpecFacts})
-    listed = [*SpecFacts.__dataclass_fields__, *IGNORED]
+    check_keys("speculative_config", config, [*SpecFacts.__dataclass_fields__, *IGNORED])
     checked = {}
     for name, value in config.items():
         if name in IGNORED:
             warn_once(log, f"speculative_config.{name}={value!r} has no effect in Quire and is ignored")
         elif name in known:
             checked[name] = check_value(replace(known[name], name=f"speculative_config.{name}"), value)
-        elif name in listed:
-            checked[name] = value
         else:
-            raise ConfigError(
-                f"unknown speculative_config key {name!r}; known: {', '.join(listed)}{nearest(name, listed)}"
-            )
+            checked[name] = value
     return checked
 
 
@@ -242,8 +238,8 @@ def _check_facts(facts: SpecFacts, max_model_len: int, tensor_parallel_size: int
 
 
 def _add_rates(facts: SpecFacts) -> SpecFacts:
-    """Return the settings with acceptance rates. If only a mean length is set, each draft token is accepted
-    with the same probability after its predecessors."""
+    """Return the settings with synthetic_acceptance_rates. If synthetic_acceptance_length is set instead,
+    every draft token whose predecessors are accepted gets the same probability."""
     length, num_tokens = facts.synthetic_acceptance_length, facts.num_speculative_tokens
     if (length is None) == (not facts.synthetic_acceptance_rates):
         raise ConfigError(

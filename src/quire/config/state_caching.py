@@ -15,7 +15,7 @@ logger = get_logger(__name__)
 _NAMES = ("mamba_cache_mode", "mamba_block_size", "prefix_cache_retention_interval")
 _BLOCK_SIZES = {"align": 64, "all": 512}
 """Default of mamba_block_size in tokens, by mamba_cache_mode. Multiples of 64 never split a chunk of the scan
-kernels, and shorter prompts need no additional step."""
+kernels, and prompts with fewer tokens need no additional step."""
 
 _MAX_OWN_CACHES = 16
 """Default of max_num_seqs with transformers' own cache, which computes one sequence at a time."""
@@ -24,14 +24,15 @@ _MAX_OWN_CACHES = 16
 def resolve_state_caching(
     args: Mapping[str, Any], specs: Sequence[CacheSpec | None], block_size: int, off_reason: str = ""
 ) -> dict[str, Any]:
-    """Return the cache settings, with those of SSM state checkpoints resolved. `specs` are the caches of the
-    model's layers; `off_reason` names a setting that excludes checkpoints, and is empty without one."""
+    """Return the cache settings, with those for kept SSM states (checkpoints) resolved. `specs` are the
+    caches of the model's layers; `off_reason` names a setting that excludes checkpoints, and is empty without
+    one."""
     if not has_ssm_state(specs):
         return _without_states(args, specs)
     is_hybrid = any(spec is not None and spec.is_paged for spec in specs)
     is_on = args.get("enable_prefix_caching", is_hybrid)
     if is_on and off_reason:
-        warn_once(logger, f"Prefix caching is off: SSM states are kept where a step ends, {off_reason}")
+        warn_once(logger, f"Prefix caching is off: SSM states are kept only at ends of steps, {off_reason}")
         is_on = False
     if not is_on:
         if "mamba_block_size" in args and not off_reason:
@@ -68,7 +69,7 @@ def resolve_own_cache(values: dict[str, Any], facts: ArchFacts) -> dict[str, Any
             " drafts: leave it out"
         )
     if values.get("enable_prefix_caching"):
-        warn_once(logger, "Prefix caching is off: this model keeps the cache of transformers, not blocks")
+        warn_once(logger, "Prefix caching is off: this model uses the cache of transformers, without blocks")
     return {"max_num_seqs": _MAX_OWN_CACHES, **values, "enable_prefix_caching": False}
 
 
@@ -94,9 +95,9 @@ def limit_seqs_for_states(
     default: int,
     num_states: int,
 ) -> dict[str, Any]:
-    """Limit the default max_num_seqs of a model with SSM states, so that the states (`num_states` per row)
-    leave most memory to weights and KV cache. `specs` are the caches of the layers on one device. Raise if
-    the states of max_num_seqs requests exceed the memory."""
+    """Limit the default max_num_seqs of a model with SSM states, so that the states (`num_states` per
+    request) leave most memory to weights and KV cache. `specs` are the caches of the layers on one device.
+    Raise if the states of max_num_seqs requests exceed the memory."""
     per_row = row_bytes(specs, DTYPE_BYTES[cache.kv_cache_dtype], num_states)
     if not per_row:
         return values

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, check_keys
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
-"""Switches of a request that may be turned on for all requests."""
+"""Switches of StructuredOutputsParams that may also be turned on for all requests."""
 _WITHOUT_EFFECT = ("backend", "disable_fallback")
 _ELSEWHERE = {
     "reasoning_parser": "--reasoning-parser",
@@ -20,12 +20,8 @@ _NAMES = (*_SWITCHES, *_WITHOUT_EFFECT, *_ELSEWHERE, "enable_in_reasoning")
 
 def output_switches(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the switches of StructuredOutputsParams that are on for all requests."""
+    check_keys("structured_outputs_config", settings, _NAMES)
     for name, value in settings.items():
-        if name not in _NAMES:
-            known = ", ".join(_NAMES)
-            raise ConfigError(
-                f"unknown structured_outputs_config key {name!r}; known: {known}{nearest(name, _NAMES)}"
-            )
         if name in (*_SWITCHES, "enable_in_reasoning") and not isinstance(value, bool):
             raise ConfigError(f"structured_outputs_config: {name}={value!r} must be true or false")
         if name in _ELSEWHERE and value:

@@ -57,7 +57,8 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "structured_outputs": (),
     },
 }
-"""Names of unsupported features, each with the values (besides None) that do not use it."""
+"""Unsupported settings by place and name, each with the values (besides None) that are accepted, since they
+leave the feature off."""
 
 _ALTERNATIVES = {
     "lora_request": "use the name of an adapter as `model`",

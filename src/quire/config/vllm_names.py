@@ -40,7 +40,7 @@ IGNORED_VALUES = frozenset(
     mamba-cache-dtype mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
     max-cudagraph-capture-size max-long-partial-prefills
     max-num-partial-prefills max-parallel-loading-workers
-    mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+    mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
     mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path
     mm-ipc-gpu-memory-gb mm-processor-device
     mm-tensor-ipc model-loader-extra-config
@@ -72,7 +72,7 @@ SHORT = {
     "optimization_level": "-O",
     "prefill_context_parallel_size": "-pcp",
 }
-"""Short flags of names outside the sections."""
+"""Short flags of arguments that are only accepted for compatibility."""
 
 
 def _from_compilation_config(value: Any) -> dict[str, Any]:
@@ -106,27 +106,28 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "swap_space": lambda value: {"kv_offloading_size": value},
     "task": lambda value: _TASKS.get(value, {"runner": value}),
 }
-"""Names that are mapped to other fields; a name is mapped to no field if Quire behaves that way anyway."""
+"""Arguments of vLLM by name, with the function that maps their value to Quire's arguments. It returns none if
+the value has no effect."""
 
 
 REREAD: dict[str, Callable[[Any], dict[str, Any]]] = {"kv_transfer_config": transfer_of}
-"""Fields with values that are mapped to other fields."""
+"""Arguments that Quire has, too, but with some values that are mapped to other arguments."""
 
 
 def other_names() -> frozenset[str]:
-    """Return every accepted name outside the sections."""
+    """Return the accepted argument names that no section of the configuration has."""
     unbuilt = UNSUPPORTED["engine argument"].keys() - options().keys()
     return IGNORED_SWITCHES | IGNORED_VALUES | unbuilt | MAPPED.keys()
 
 
 def translate(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with the names of MAPPED and the values of REREAD translated; explicit settings take
-    precedence over translated settings."""
+    """Return the arguments with those of MAPPED and REREAD replaced by Quire's. Arguments that the user sets
+    under Quire's names take precedence."""
     mappings = MAPPED | REREAD
     values = {name: value for name, value in args.items() if name not in mappings}
     sizes = (values.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))
     if values.get("distributed_executor_backend") == "external_launcher" and {*sizes} <= {None, 1}:
-        values["distributed_executor_backend"] = "uni"  # a trainer with one process
+        values["distributed_executor_backend"] = "uni"  # a trainer with one process runs the engine in it
     for name, value in args.items():
         if name not in mappings or value is None:
             continue

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from quire.data.block_hash import PLACE, ExtraKey
 
-MODALITIES = ("image", "video", "audio")
-
 
 class Array(msgspec.Struct, frozen=True, eq=False):
     """A serializable array; bfloat16 is stored as bits in uint16."""
@@ -67,7 +65,7 @@ class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """One image, video or audio of a prompt, with its span of placeholder tokens."""
 
     modality: str
-    """One of MODALITIES."""
+    """`image`, `video` or `audio`."""
     key: bytes
     """Cache key: equal for the same content with the same arguments."""
     offset: int

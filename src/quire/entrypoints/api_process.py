@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 FLEET_ENGINES = 2
-"""Number of engines that a fleet is treated as having: more than one."""
+"""Number of engines that is assumed for a fleet of Ray Serve replicas, whose size may change: more than
+one."""
 FIRST_MESSAGE_S = 0.3
 """Seconds to wait for the first message of the cores before connections are accepted."""
 
@@ -72,9 +73,9 @@ def make_engine(
     media_memory: str = "",
     fleet: Fleet | None = None,
 ) -> AsyncEngine:
-    """Build the engine client of an API process. `addresses` are those of the cores by rank; with a `fleet`,
-    one entry stands for all of its replicas. The cores expect the `token`. `media_memory` is the path of the
-    media cache that all API processes share; empty for none."""
+    """Build the client of the engine cores for an API process. `addresses` are those of the cores by rank;
+    one entry stands for all replicas of a `fleet`. Cores accept only clients with their `token`.
+    `media_memory` is the path of the media cache that all API processes share; empty for none."""
     facts = _build_facts(config, num_cores=len(addresses))
     num_engines = len(addresses) if fleet is None else FLEET_ENGINES
     cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=num_engines)
@@ -160,8 +161,8 @@ def run_api(
     media_memory: str,
     parent: connection.Connection,
 ) -> None:
-    """Run an API process, which accepts on a socket or receives connections. Send None to `parent` when it is
-    ready, or a one-line error."""
+    """Run an API process. `connections` is the socket to accept connections on, or the handle that receives
+    accepted ones. Send None to `parent` when it is ready, or a one-line error."""
     name = f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer"
     with api_process(name, parent, config.broken_plugins):
         names = key_names(settings.keys)
@@ -195,7 +196,8 @@ def run_api(
 
 @contextmanager
 def api_process(name: str, parent: connection.Connection, broken_plugins: Sequence[str]) -> Iterator[None]:
-    """Set the process up. If its server fails, send the reason to the supervisor and end the process."""
+    """Set up an API process, with `name` in its log lines. If its server fails, send the reason to the
+    supervisor and end the process."""
     adopt(name)
     tune_allocator()
     trim_memory(SPARE_BYTES)
@@ -222,10 +224,10 @@ async def _serve(
     keys: KeyPages | None,
     registry: LoRARegistry,
 ) -> None:
-    from quire.server.main import serve  # the supervisor forks quickly without the web server
+    from quire.server.main import serve  # the supervisor imports this file, but no web server
 
     engine.start()
-    with suppress(TimeoutError):  # then the first clients do not get the answer that the core is starting
+    with suppress(TimeoutError):  # so that requests are not refused if the cores are ready already
         await asyncio.wait_for(engine.ready(), FIRST_MESSAGE_S)
     started: asyncio.Future[Application] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
@@ -263,7 +265,7 @@ async def _announce(started: "asyncio.Future[Application]", engine: AsyncEngine)
 
 
 def announce_ready() -> None:
-    """Log vLLM's line when requests can be answered; scripts wait for it."""
+    """Log that requests can be answered, also in the words of vLLM, which scripts wait for."""
     log.info("Ready, %.1f s after the server was started", parent_age_s())
     log.info("Application startup complete.")
 
@@ -271,7 +273,8 @@ def announce_ready() -> None:
 async def _report_ready(
     started: "asyncio.Future[Application]", adapter_engine: AsyncEngine | None, parent: connection.Connection
 ) -> None:
-    """Report to `parent` that this process serves, and that `adapter_engine` has loaded all adapters."""
+    """Report to `parent` when this process serves and `adapter_engine`, if set, has loaded all LoRA
+    adapters."""
     application = await started
     tune_garbage_collector()
     if adapter_engine is not None:

@@ -27,8 +27,7 @@ T = TypeVar("T", bound=AnyOutput)
 
 
 class AsyncLLMEngine:
-    """Accepts requests and streams outputs. The cores start with the first call, on the caller's event
-    loop."""
+    """Accepts requests and streams their outputs. The first call of a method starts the engine cores."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -114,13 +113,15 @@ class AsyncLLMEngine:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a public method of each worker, or a function with the worker; see `LLM.collective_rpc`."""
+        """Call a public method of each worker, or a function with each worker as its argument; see
+        `LLM.collective_rpc`."""
         return await (await self._operation()).collective_rpc(method, timeout, args, kwargs)
 
     async def pause_generation(
         self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
     ) -> None:
-        """Pause: running requests are aborted, waited for or kept by `mode`; new ones wait."""
+        """Pause: running requests are aborted, completed first (`wait`) or continued afterwards (`keep`) by
+        `mode`; new requests wait."""
         mode = "wait" if wait_for_inflight_requests else mode
         await (await self._operation()).pause(mode, clear_cache=clear_cache)
 

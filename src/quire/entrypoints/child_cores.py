@@ -1,4 +1,4 @@
-"""Engine cores as child processes of this one, and an engine for a single process that opens no port."""
+"""Engine cores as child processes, and an engine with such cores that opens no network port."""
 
 import asyncio
 import functools
@@ -42,8 +42,8 @@ class ChildCores:
         cores_return: bool = False,
         keys: KeyPages | None = None,
     ) -> None:
-        """Initialize; no process is started yet. `folder` is for sockets and metrics. With `cores_return`,
-        requests wait for dead cores, which `restart_dead` starts again."""
+        """Prepare the cores; no process is started yet. `folder` gets sockets and the metrics file. With
+        `cores_return`, requests wait for dead cores, which `restart_dead` starts again."""
         self.config = config
         ranks = local_ranks(config.parallel)
         if len(ranks) != config.parallel.data_parallel_size:
@@ -72,7 +72,7 @@ class ChildCores:
 
     @functools.cached_property
     def engine(self) -> AsyncEngine:
-        """Return the client. It is built on first use, while the processes start."""
+        """Return the client of the cores. It is built on first use, while the processes are starting."""
         num_engines = len(self._facts)
         return make_engine(
             self.config,
@@ -85,7 +85,8 @@ class ChildCores:
         )
 
     def relay(self, on_end: Callable[[], object]) -> CoreRelay:
-        """Return a connection to the only core for requests of other machines, in place of `engine`."""
+        """Return a connection that passes requests of other machines to the only core, in place of `engine`.
+        `on_end` is called when the core has ended."""
         (facts,) = self._facts.values()
         return CoreRelay(facts.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end)
 
@@ -112,7 +113,8 @@ class ChildCores:
             ready.cancel()
 
     def restart_dead(self, *, restarts: bool = True) -> bool:
-        """Return whether a core is dead. With `restarts`, first restart cores after their backoff."""
+        """Return whether a core is dead. With `restarts`, first restart the dead cores whose backoff has
+        passed."""
         dead = False
         for rank, child in self.children.items():
             if child.look():

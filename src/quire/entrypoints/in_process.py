@@ -128,7 +128,8 @@ class LocalEngine(LLMControl):
         return self._deliver(StepOutput(request_ids=[], token_ids=[], finished=finished))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests are unfinished. Steps in flight of ended requests do not count."""
+        """Return whether requests are unfinished. Steps in flight whose requests have all ended do not
+        count."""
         return self.core.scheduler.has_work or bool(self.core.pause_state.outside) or bool(self._pending)
 
     def step(self) -> list[AnyOutput]:
@@ -175,7 +176,7 @@ class LocalEngine(LLMControl):
         return self.core.executor
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call, which waits for nothing but `_call_core`, and return its result."""
+        """Run a coroutine, which awaits only `_call_core` and so never suspends, and return its result."""
         try:
             call.send(None)
         except StopIteration as end:
@@ -185,7 +186,7 @@ class LocalEngine(LLMControl):
     async def _call_core(
         self, method: str, args: dict[str, Any], timeout_s: float | None = None, *, if_ready: bool = False
     ) -> list[Any]:
-        """Call a method of the core in this thread; while it waits, steps are run."""
+        """Call a method of the core in this thread; steps run while the method waits for requests."""
         value = self._core_calls[method](**args)
         if isinstance(value, Generator):
             value = run_work(value, self._step_and_hold)
@@ -199,7 +200,7 @@ class LocalEngine(LLMControl):
         self._pending += self._deliver(StepOutput([], [], finished=finished))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> list[AnyOutput]:
-        """Put the engine to sleep; return the last outputs of requests that end before."""
+        """Put the engine to sleep; return the last outputs of requests that end before it sleeps."""
         self._wait(self._operation.sleep(level, mode))
         return self._take_pending()
 

@@ -29,7 +29,7 @@ from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind
-from quire.server.lora.registry import LoRARegistry, check_modules
+from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import locate_modules
 from quire.server.settings import ServerSettings
 from quire.system.child import Child
@@ -57,7 +57,7 @@ class Supervisor:
         self._metrics_file, self._prefix_file = folder / "metrics", folder / "prefixes"
         self._key_file, self._adapters_file = folder / "keys", folder / "adapters"
         self._media_fd = self._create_media_memory()
-        """Memory of the media cache of all API processes; None if they do not share one."""
+        """File descriptor of the media cache that all API processes share; None if they share none."""
         self.ready_timeout_s = Env.read(os.environ).timeouts.engine_ready_timeout_s
         self.listener = bind(settings.http) if topology.num_api else None
         if self.listener is not None and not settings.http.uds:
@@ -89,8 +89,8 @@ class Supervisor:
         return create_shared_memory(max_bytes(section))
 
     def _choose_token(self) -> str:
-        """Return the token of the cores. If API processes use cores of other supervisors, all share one
-        cluster token. Otherwise a new one is made."""
+        """Return the token that the cores expect of clients. If API processes use cores on other machines, it
+        is the cluster token, which all machines share. Otherwise a new token is generated."""
         topology, parallel = self.topology, self.config.parallel
         is_spread = len(topology.local) < topology.size
         if is_spread and (topology.remote or not topology.num_api or steps_together(parallel)):
@@ -180,7 +180,7 @@ class Supervisor:
         try:
             for child in self._children:
                 child.start()
-            # A core reports which of its ranks are late; its own time limit began slightly later.
+            # Wait longer than the cores: their time limit began later, and their error names the late ranks.
             deadline = time.monotonic() + self.ready_timeout_s + KILL_AFTER_S
             while not self.stopping:
                 self._handle_events()
@@ -314,7 +314,6 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
             "the store of responses (VLLM_ENABLE_RESPONSES_API_STORE) is in the memory of one API process, "
             f"but there are {topology.num_api} of them: use --api-server-count 1, or disable the store"
         )
-    check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
     raise_file_limit()
     with Scratch() as scratch:
         return Supervisor(config, settings, topology, scratch.path).run()

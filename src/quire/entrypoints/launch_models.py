@@ -42,7 +42,7 @@ class ModelsSupervisor(Supervisor):
         return self.context.Process(target=run_models, args=args, name=f"APIServer{index}")
 
     def _warn_about_threads(self) -> None:
-        """Log no advice on threads: models that are awake at the same time share them."""
+        """Log no advice: how many threads are in use depends on the models that are awake."""
 
 
 def memory_budget(models: Sequence[ConfiguredModel], settings: ServerSettings) -> int:

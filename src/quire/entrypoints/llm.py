@@ -56,7 +56,7 @@ class LLM(LLMControl):
         self._template = read_template(self.config.model.chat_template)
         self._ids = itertools.count()
         self._queued: dict[str, AnyOutput | None] = {}
-        """Requests with an output that has not been returned yet."""
+        """Requests whose outputs have not been returned yet, by id: the last output, or None before it."""
         self._defaults = default_sampling(self.config)
 
     @classmethod
@@ -164,8 +164,8 @@ class LLM(LLMControl):
         return self._run(list(self._queued), use_tqdm)
 
     def _run(self, ids: list[str], use_tqdm: Progress) -> list[AnyOutput]:
-        """Step until these requests are done, then raise if some of them failed. If stepping fails or is
-        interrupted, all queued requests are aborted."""
+        """Run steps until these requests are finished, and return their outputs; raise `RequestsFailed` if
+        some failed. If a step fails or is interrupted, all queued requests are aborted."""
         queued = self._queued
         missing = {id for id in ids if queued[id] is None}
         if missing:
@@ -240,7 +240,8 @@ class LLM(LLMControl):
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooled output of each prompt: an embedding or classes, of the prompt or per token."""
+        """Return the pooled output of each prompt: an embedding or class scores, for the prompt or for each
+        token."""
         pools(self.config.pooling, "LLM.encode()")
         if pooling_task is None:
             raise RequestError(NO_TASK, param="pooling_task")
@@ -371,7 +372,7 @@ class LLM(LLMControl):
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default params: the model's generation_config.json, or neutral values."""
+        """Return the default sampling parameters: the model's (generation_config.json), or neutral values."""
         return SamplingParams(**self._defaults)
 
     def get_metrics(self) -> list[Metric]:

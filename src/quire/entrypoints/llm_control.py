@@ -13,27 +13,28 @@ T = TypeVar("T")
 
 @dataclass
 class WeightTransferInitRequest:
-    """Request to connect to a trainer. `init_info` has the keys of the backend."""
+    """Request to connect to a trainer. `init_info` has the settings of the backend
+    (weight_transfer_config)."""
 
     init_info: dict[str, Any]
 
 
 @dataclass
 class WeightTransferUpdateRequest:
-    """Request to receive tensors of a trainer. `update_info` has the keys of the backend."""
+    """Request to receive tensors of a trainer. `update_info` describes them, in the form of the backend."""
 
     update_info: dict[str, Any]
 
 
 class LLMControl:
-    """Control calls for callers without an event loop: those of `LLM` and of its engines. `CoreControl`
-    carries them out."""
+    """The control methods of `LLM` and of its engines, for callers without an event loop. Each runs a
+    coroutine of `CoreControl`."""
 
     config: EngineConfig
     _operation: CoreControl
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call of the engine cores and return its result."""
+        """Run a coroutine that calls the engine cores, and return its result."""
         raise NotImplementedError
 
     def collective_rpc(
@@ -43,8 +44,9 @@ class LLMControl:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a public method of each worker, or a function with the worker, and return the results. For
-        workers in other processes a function is pickled: set VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+        """Call a public method of each worker, or a function with each worker as its argument; return the
+        results. For workers in other processes a function is pickled: set
+        VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
         return self._wait(self._operation.collective_rpc(method, timeout, args, kwargs))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
@@ -61,7 +63,8 @@ class LLMControl:
         return size * parallel.data_parallel_size if include_dp else size
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore memory: all of it, or by `tags` the `weights` or the `kv_cache`."""
+        """Restore the memory that `sleep` released: all of it, or by `tags` the `weights` or the
+        `kv_cache`."""
         self._wait(self._operation.wake_up(tags))
 
     # ---- caches
@@ -113,7 +116,7 @@ class LLMControl:
 
 
 def transfer_info(request: Any, name: str) -> Mapping[str, Any]:
-    """Return the part of a request that describes a transfer; requests are dicts or objects."""
+    """Return the entry `name` of a weight transfer request, which is a dict or an object."""
     info = request.get(name) if isinstance(request, Mapping) else getattr(request, name, None)
     if not isinstance(info, Mapping):
         raise RequestError(f"the request needs {name!r}, a dict of the backend's keys", param=name)

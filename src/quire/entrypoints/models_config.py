@@ -23,12 +23,13 @@ PER_MODEL = ("api", "adapters")
 _SHARED_ENGINE_FLAGS = ("device", "device_ids", "config")
 """Engine flags that cannot differ between the models of a server."""
 _ONE_MODEL_FLAGS = ("model", "served_model_name", "tokenizer", "lora_modules")
-"""Flags that describe one model, and so cannot be given for all of them."""
+"""Flags that describe one model, and so cannot be shared by several."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model to serve, with its flags. `where` and `lines` locate it in the file, if there is one."""
+    """A model to serve, with its flags. `where` (file and line) and `lines` (line by field) are for error
+    messages."""
 
     where: str
     engine: Mapping[str, Any]
@@ -37,8 +38,8 @@ class ModelEntry:
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def locate(self, error: ConfigError) -> ConfigError:
-        """Return the error with its place: the line of the field that the message begins with, or else of
-        the model."""
+        """Return the error with a line number: that of the field that the message begins with, or else of the
+        model."""
         message = str(error)
         first = re.match(r"\W*(\w+)", message)
         line = self.lines.get(first[1]) if first else None
@@ -90,7 +91,7 @@ def _yaml_error(where: str, error: Exception) -> ConfigError:
 
 
 def _fields(loader: Any, item: Any, at: str, where: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the fields of an entry, and the line of each; a plain name is the field `model`."""
+    """Return the fields of a model in the file, and the line of each; a plain name is the field `model`."""
     if item.id == "scalar" and isinstance(name := _value(loader, item, where), str):
         return {"model": name}, {"model": item.start_mark.line + 1}
     if item.id != "mapping":
@@ -138,7 +139,7 @@ def _read_entry(
 
 
 def entries_of_names(names: Sequence[str]) -> list[ModelEntry]:
-    """Return the models of the command line."""
+    """Return an entry for each model named on the command line."""
     return [ModelEntry(f"model {name!r}", {"model": name}) for name in names]
 
 
@@ -169,17 +170,19 @@ def _configure(
     config = configure_server({"enable_sleep_mode": True, **engine, **entry.engine}, settings)
     if config.parallel.nnodes > 1:
         raise ConfigError("nnodes: several models run on one machine only; serve this model on its own")
-    check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
     return ConfiguredModel(config, settings, entry.pinned)
 
 
 def configure_server(values: dict[str, Any], settings: ServerSettings) -> EngineConfig:
-    """Resolve the settings of an engine, with those that follow from the settings of the server."""
+    """Resolve the settings of an engine. Some server settings, as `tokens_only`, set engine arguments."""
+    check_modules(settings.modules, enabled=bool(values.get("enable_lora")), served=())
     if key_names(settings.keys):
         values.setdefault("share_by_key", True)
     if settings.api.tokens_only:
         values["skip_tokenizer_init"] = True
-    return configure(values, usage="server")
+    config = configure(values, usage="server")
+    check_modules(settings.modules, enabled=True, served=config.model.served_model_name)
+    return config
 
 
 def _check_names(models: Sequence[ConfiguredModel], entries: Sequence[ModelEntry]) -> None:

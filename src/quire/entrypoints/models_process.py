@@ -36,7 +36,7 @@ class ModelCores:
         self.engine: AsyncEngine = cores.engine
         self.is_loaded = False
         self.on_first_load: Callable[[], Awaitable[None]] | None = None
-        """Called once, when the cores run for the first time; if it raises, loading the model has failed."""
+        """Called when the cores run for the first time. If it raises, loading the model has failed."""
         self._is_awake = False
         self._has_started = False
         self._watcher: asyncio.Task[None] | None = None
@@ -129,7 +129,7 @@ async def _serve(
     keys: KeyPages | None,
     parent: connection.Connection,
 ) -> None:
-    from quire.server.app import Application  # the supervisor forks quickly without the web server
+    from quire.server.app import Application  # the supervisor imports this file, but no web server
     from quire.server.main import serve_models
     from quire.server.several_models import ServedModel, models_app
 

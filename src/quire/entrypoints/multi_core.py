@@ -39,7 +39,7 @@ class MultiCoreEngine(LLMControl):
         self._thread.start()
         self._stack = contextlib.AsyncExitStack()
         self.close = weakref.finalize(self, _shut_down, self._loop, self._thread, self._stack)
-        """Stops the cores; does nothing in later calls."""
+        """Function that stops the cores; later calls do nothing."""
         self.close.atexit = False
         atexit.register(self.close)  # before multiprocessing joins its children
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -150,7 +150,7 @@ class MultiCoreEngine(LLMControl):
         return [item]
 
     def sleep(self, level: int = 1, mode: str = "abort") -> list[AnyOutput]:
-        """Put the engine to sleep; return the last outputs of requests that end before."""
+        """Put the engine to sleep; return the last outputs of requests that end before it sleeps."""
         self._wait(self._operation.sleep(level, mode))
         if mode != "keep":
             self._wait(self._wait_for_tasks())
@@ -163,7 +163,7 @@ class MultiCoreEngine(LLMControl):
 def _shut_down(
     loop: asyncio.AbstractEventLoop, thread: threading.Thread, stack: contextlib.AsyncExitStack
 ) -> None:
-    if threading.current_thread() is thread:  # the garbage collector may run there
+    if threading.current_thread() is thread:  # called by the garbage collector in that thread
         loop.create_task(stack.aclose()).add_done_callback(lambda _: loop.stop())
         return
     asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()

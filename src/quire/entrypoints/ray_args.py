@@ -1,4 +1,5 @@
-"""The arguments of the Ray Serve application: flags of `quire serve`, and settings of the fleet."""
+"""The arguments of the Ray Serve application: flags of `quire serve`, and settings of the fleet
+(replicas)."""
 
 import argparse
 from collections.abc import Mapping
@@ -27,13 +28,13 @@ _REPLACEMENTS = {
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the fleet of a model, beside the flags of `quire serve`."""
+    """Settings of the replicas of a model (its fleet), in addition to the flags of `quire serve`."""
 
     min_replicas: int = 1
     max_replicas: int = 0
     """Largest number of replicas; 0: as many as `min_replicas`, without autoscaling."""
     num_cpus: float = 1.0
-    """CPUs of a replica's own process."""
+    """Number of CPUs that Ray reserves for the process of a replica."""
     ingress_replicas: int = 1
     ingress_num_cpus: float = 1.0
     drain_s: float = 600.0

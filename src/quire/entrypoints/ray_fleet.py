@@ -15,14 +15,14 @@ from quire.frontend.fleet_routes import Route
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Request router of Ray Serve that prefers the replica of the session, then that of the longest known
-    prefix, then the least busy one."""
+    """Request router of Ray Serve. It prefers the replica of the request's session, then the replica with the
+    longest known prefix of the prompt, then the least busy replica."""
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
         """Return lists of one replica each, the best replica first."""
-        if pending_request is not None:  # wait between two attempts
+        if pending_request is not None:  # Ray waits between two attempts
             pending_request.routing_context.should_backoff = True
         route = _route_of(pending_request)
         if route is None or route.routes is None:
@@ -43,7 +43,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _route_of(pending_request: Any) -> Route | None:
-    """Return the route that is the first argument of a call of `EngineReplica`."""
+    """Return the route, which is the first argument of calls of `EngineReplica`; None if the request has
+    none."""
     args = () if pending_request is None else pending_request.args
     return args[0] if args and isinstance(args[0], Route) else None
 
@@ -56,7 +57,7 @@ class RayFleet:
         self._streams = handle.options(method_name="stream", stream=True)
 
     async def describe(self) -> tuple[EngineConfig, Ready]:
-        """Wait for a replica; return its resolved configuration and the facts of its core."""
+        """Wait for a replica; return its resolved configuration and the properties of its core."""
         config, ready = await self._handle.describe.remote()
         return config, ready
 

@@ -12,6 +12,7 @@ from quire.checkpoint.hub import locate
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.plugins import load_plugins
+from quire.configure import download_options
 from quire.entrypoints.api_process import make_engine
 from quire.entrypoints.ray_args import FleetModel
 from quire.entrypoints.ray_fleet import RayFleet
@@ -90,14 +91,8 @@ def _with_local_files(config: EngineConfig, model: FleetModel) -> EngineConfig:
     if path.exists():
         return config
     values, env = model.engine, Env.read(os.environ)
-    here = locate(
-        values.get("model"),
-        revision=values.get("revision"),
-        download_dir=values.get("download_dir"),
-        token=values.get("hf_token"),
-        cache_root=env.cache_root,
-        load_format="dummy",  # no weights
-    )
+    options = download_options(values, env)
+    here = locate(values.get("model"), revision=values.get("revision"), load_format="dummy", **options)
     tokenizer = str(here) if config.model.tokenizer == str(path) else config.model.tokenizer
     return replace(
         config,
@@ -107,7 +102,7 @@ def _with_local_files(config: EngineConfig, model: FleetModel) -> EngineConfig:
 
 
 class _FleetBackend:
-    """The fleet of a model as part of a pool: Ray Serve starts and ends its replicas, the pool does not."""
+    """The fleet of a model in a `ModelPool`, which does not start or end replicas: Ray Serve does."""
 
     is_loaded = True
 

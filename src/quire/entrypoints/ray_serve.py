@@ -54,7 +54,7 @@ def _deploy(model: FleetModel) -> Any:
 
 
 def _scaling(model: FleetModel) -> dict[str, Any]:
-    """Return a fixed number of replicas, or the autoscaling by waiting requests and cache usage."""
+    """Return the deployment options for a fixed number of replicas, or for autoscaling by load."""
     fleet = model.fleet
     if fleet.max_size == fleet.min_replicas:
         return {"num_replicas": fleet.min_replicas}
@@ -71,8 +71,8 @@ def _scaling(model: FleetModel) -> dict[str, Any]:
 
 
 def _resources(model: FleetModel) -> dict[str, Any]:
-    """Return the resources of a replica: those of its actor, or a placement group with a bundle for the actor
-    and one for each tensor- and pipeline-parallel rank."""
+    """Return the deployment options for the resources of a replica: those of its actor, or a placement group
+    with a bundle for the actor and one for each tensor- and pipeline-parallel rank."""
     kind, num_cpus = ("CPU" if model.is_on_cpu else "GPU"), model.fleet.num_cpus
     if not model.uses_ray_ranks:
         num_gpus = 0 if model.is_on_cpu else model.num_ranks

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_several(
     names: Sequence[str], engine: Mapping[str, Any], server: Mapping[str, Any], settings: ServerSettings
 ) -> int:
-    """Serve the models of the command line and of --models-config, which may both name some."""
+    """Serve the models of the command line and of --models-config, which may both name models."""
     from quire.entrypoints.launch_models import launch_models
     from quire.entrypoints.models_config import configure_models, entries_of_names, read_models
     from quire.server.http.sockets import check_is_free

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _QUIRE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STARTERS = (__file__, runpy.__file__, "<frozen runpy>")
-"""File names of the frames between the command and the script."""
+"""Source files of the stack frames between the command and the script."""
 _PARAMS = ("SamplingParams", "BeamSearchParams", "StructuredOutputsParams", "RequestOutputKind")
 _OUTPUTS = ("RequestOutput", "CompletionOutput")
 _POOLED = tuple(
@@ -122,7 +122,7 @@ _PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {
 
 
 class Section(dict[str, Any]):
-    """A section of the configuration as scripts build it: the dictionary that an engine argument takes."""
+    """A configuration object of vLLM, as scripts build it; it is the dictionary for an engine argument."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -131,8 +131,8 @@ class Section(dict[str, Any]):
 
 
 def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None = None) -> None:
-    """Join or start a Ray cluster for engines with distributed_executor_backend='ray'. Without this call the
-    engine does so itself."""
+    """Join or start a Ray cluster for engines with distributed_executor_backend='ray'. Without this call, the
+    engine joins or starts one itself."""
     try:
         import ray
     except ImportError:

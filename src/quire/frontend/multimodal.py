@@ -14,9 +14,9 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.generation import max_initial_timestamp
 from quire.config.mm_caches import CacheKind, max_bytes, max_object_bytes
-from quire.config.mm_limits import limits_of
+from quire.config.mm_limits import MODALITIES, limits_of
 from quire.config.sections import MultimodalSection
-from quire.data.multimodal import MODALITIES, Media
+from quire.data.multimodal import Media
 from quire.errors import RequestError
 from quire.frontend.prompt_embeds import as_numbers, tensor_of
 from quire.frontend.speech import Transcriber, VoxtralTranscriber, WhisperTranscriber

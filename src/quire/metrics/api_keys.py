@@ -15,7 +15,7 @@ from prometheus_client.core import Metric as PromMetric
 
 COLUMNS = ("requests", "prompt_tokens", "generation_tokens", "running")
 REASONS = ("concurrency", "tokens")
-"""Limits of a key for which a request is rejected."""
+"""Limits of an API key that a request can be rejected for."""
 _ALL = [*COLUMNS, *REASONS]
 _PLACE = {name: place for place, name in enumerate(_ALL)}
 _TEXTS = {
@@ -52,7 +52,7 @@ class KeyPages:
 
     @contextmanager
     def agreed(self, key: int) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float64]]"]:
-        """Yield the values of a key in the common page, and hold their lock against other processes."""
+        """Yield the values of a key in the common page, under the lock that all processes use."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_EX)
         try:

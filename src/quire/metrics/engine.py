@@ -29,7 +29,6 @@ from quire.metrics.tables import (
     LENGTHS,
     START_GAUGES,
 )
-from quire.metrics.weights import version_family
 
 
 def length_buckets(longest: int) -> list[float]:
@@ -39,7 +38,8 @@ def length_buckets(longest: int) -> list[float]:
 
 
 class MetricsLayout:
-    """The position of each series in a page of numbers. All processes of an engine use the same layout."""
+    """The index of each series in a page (an array of numbers). All processes of an engine use the same
+    layout."""
 
     def __init__(self, max_model_len: int, max_drafts: int = 0) -> None:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
@@ -239,7 +239,7 @@ class MetricsPages:
 
 
 class EngineMetrics:
-    """Exports the pages as Prometheus metrics."""
+    """Exports the numbers of `MetricsPages` as Prometheus metrics."""
 
     def __init__(
         self,
@@ -293,6 +293,15 @@ class EngineMetrics:
             family.add_metric([str(self._max_loras), waiting, running], self._adapters_at)
         return family
 
+    def _weight_versions(self) -> PromMetric:
+        """Return the version of the weights of each engine, as a label."""
+        text = "Version of the weights, as the trainer named it."
+        family = GaugeMetricFamily("vllm:weight_version_info", text, labels=[*self._names, "weight_version"])
+        for engine, labels in self._engines:
+            if engine in self.weight_versions:
+                family.add_metric([*labels, self.weight_versions[engine]], 1)
+        return family
+
     def collect(self) -> Iterator[PromMetric]:
         """Yield all metrics (the collector interface of `prometheus_client`)."""
         yield from self.of_engines()
@@ -326,7 +335,7 @@ class EngineMetrics:
         for entry in self.cache_info:
             info.add_metric([str(value) for value in entry.values()], 1)
         yield info
-        yield version_family(self.weight_versions, self._engines, self._names)
+        yield self._weight_versions()
         if self._max_loras is not None:
             yield self._lora_info()
         if max_drafts := self.pages.layout.max_drafts:

@@ -53,7 +53,7 @@ _FINE = [
 ]
 
 SERIES = [f"http_requests {method} {handler} {status}" for handler, method in _COUNTED for status in STATUSES]
-"""Names of the counters in a page of numbers."""
+"""Names of the counters in a metrics page."""
 EDGES: dict[str, list[float]] = {
     "http_request_duration_highr_seconds": _FINE,
     **{f"http_request_duration_seconds {method} {handler}": _COARSE for handler, method in _COUNTED},

@@ -1,4 +1,4 @@
-"""Metrics of the lower tiers of the KV cache, and of transfers between engines, with vLLM's names."""
+"""Metrics of KV cache offloading, and of KV cache transfers between engines, with vLLM's names."""
 
 from collections.abc import Callable
 
@@ -47,7 +47,7 @@ def observe(
     add: Callable[[str, float], None],
     record: Callable[[tuple[str, ...], list[float]], None],
 ) -> None:
-    """Count the copies that were reported since the last step, with the functions `add` and `record`."""
+    """Count the copies in `stats`: `add` increases a counter, `record` adds observations to histograms."""
     add("kv_offload_store_bytes", sum(stats.store_sizes))
     add("kv_offload_store_time", stats.store_s)
     add("kv_offload_load_bytes", sum(stats.load_sizes))

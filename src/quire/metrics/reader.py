@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class Metric:
-    """One series as a plain value."""
+    """One series of a metric as a plain value."""
 
     name: str
     labels: dict[str, str]

@@ -86,10 +86,9 @@ class ProcessorCache:
     # ---- shared memory
 
     def _store(self, arena: SharedArena, arrays: Arrays) -> SharedObject | None:
-        """Store arrays in shared memory, evicting the oldest unused items; return None if there is no
-        space."""
-        if (size := size_of(arrays)) > arena.max_parcel_bytes:
-            _warn(size, "mm_shm_cache_max_object_size_mb", arena.max_parcel_bytes)
+        """Store arrays in shared memory, evicting the oldest unused items; return None without space."""
+        if (size := size_of(arrays)) > arena.max_object_bytes:
+            _warn(size, "mm_shm_cache_max_object_size_mb", arena.max_object_bytes)
             return None
         data = pack(arrays)
         if (shared := arena.put(data)) is not None:

@@ -20,14 +20,14 @@ _PASSED = (
     *("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
     *("cpu_offload_gb", "kv_offloading_size"),
 )
-"""Engine flags that affect memory."""
+"""Engine flags that affect memory; the estimate uses them."""
 _HOST_MEMORY = {
     "--cpu-offload-gb": "GiB of weights per GPU to keep in host memory",
     "--kv-offloading-size": "GiB of host memory for evicted KV cache blocks",
 }
 """Flags for host memory, and their help texts."""
 _ANY = ("bf16", "fp8", "int8", "int4", "fp32")
-"""Precisions that are compared if none is given."""
+"""Precisions that are compared if the user gives none."""
 _BY_PRECISION = ("precision", "quantization", "dtype")
 """Flags that choose the precision; the first that is given counts."""
 _VLLM_NAMES = {
@@ -35,7 +35,7 @@ _VLLM_NAMES = {
     **dict.fromkeys(("float32", "float"), "fp32"),
     **dict.fromkeys(("awq", "gptq"), "int4"),
 }
-"""Names of vLLM's --dtype and --quantization, and their precisions."""
+"""Values of vLLM's --dtype and --quantization, each with its precision."""
 
 
 def add_flags(parser: ArgumentParser) -> None:

@@ -3,10 +3,9 @@
 import re
 from typing import NamedTuple
 
-from quire.config.machine import Machine
+from quire.config.machine import GIB, Machine
 from quire.errors import ConfigError, nearest
 
-_GIB = 1 << 30
 _PCIE_5 = 64e9
 
 
@@ -45,19 +44,19 @@ class Accelerator(NamedTuple):
 
 
 DEVICES = {
-    "a100-80": Accelerator("A100 80GB", int(79.15 * _GIB), 2.039e12, 312e12, 312e12, (8, 0)),
-    "h100": Accelerator("H100 SXM", int(79.65 * _GIB), 3.35e12, 989e12, 1979e12, pcie_bytes_s=_PCIE_5),
-    "h200": Accelerator("H200 SXM", int(139.8 * _GIB), 4.8e12, 989e12, 1979e12, pcie_bytes_s=_PCIE_5),
-    "b200": Accelerator("B200", int(178.4 * _GIB), 8.0e12, 2250e12, 4500e12, (10, 0), pcie_bytes_s=_PCIE_5),
-    "a100-40": Accelerator("A100 40GB", int(39.39 * _GIB), 1.555e12, 312e12, 312e12, (8, 0)),
-    "a10g": Accelerator("A10G", int(22.06 * _GIB), 0.600e12, 70e12, 140e12, (8, 6)),
-    "l4": Accelerator("L4", int(22.03 * _GIB), 0.300e12, 121e12, 242e12, (8, 9)),
-    "l40s": Accelerator("L40S", int(44.42 * _GIB), 0.864e12, 362e12, 733e12, (8, 9)),
+    "a100-80": Accelerator("A100 80GB", int(79.15 * GIB), 2.039e12, 312e12, 312e12, (8, 0)),
+    "h100": Accelerator("H100 SXM", int(79.65 * GIB), 3.35e12, 989e12, 1979e12, pcie_bytes_s=_PCIE_5),
+    "h200": Accelerator("H200 SXM", int(139.8 * GIB), 4.8e12, 989e12, 1979e12, pcie_bytes_s=_PCIE_5),
+    "b200": Accelerator("B200", int(178.4 * GIB), 8.0e12, 2250e12, 4500e12, (10, 0), pcie_bytes_s=_PCIE_5),
+    "a100-40": Accelerator("A100 40GB", int(39.39 * GIB), 1.555e12, 312e12, 312e12, (8, 0)),
+    "a10g": Accelerator("A10G", int(22.06 * GIB), 0.600e12, 70e12, 140e12, (8, 6)),
+    "l4": Accelerator("L4", int(22.03 * GIB), 0.300e12, 121e12, 242e12, (8, 9)),
+    "l40s": Accelerator("L40S", int(44.42 * GIB), 0.864e12, 362e12, 733e12, (8, 9)),
     "mi300x": Accelerator(
-        *("MI300X", int(191.7 * _GIB), 5.3e12, 1307e12, 2615e12), pcie_bytes_s=_PCIE_5, served=False
+        *("MI300X", int(191.7 * GIB), 5.3e12, 1307e12, 2615e12), pcie_bytes_s=_PCIE_5, served=False
     ),
     "trainium2": Accelerator(
-        *("Trainium2", int(95.0 * _GIB), 2.9e12, 667e12, 1299e12), per_node=16, served=False
+        *("Trainium2", int(95.0 * GIB), 2.9e12, 667e12, 1299e12), per_node=16, served=False
     ),
 }
 INSTANCES: dict[str, tuple[str, int]] = {
@@ -87,12 +86,13 @@ INSTANCES: dict[str, tuple[str, int]] = {
     "standard_nd96isr_h100_v5": ("h100", 8),
     "standard_nd96isr_h200_v5": ("h200", 8),
 }
-"""Cloud instances: their GPU in `DEVICES`, and how many of it they have."""
+"""Cloud instances by name: their kind of GPU in `DEVICES`, and the number of GPUs."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gib|gb|g)?", re.IGNORECASE)
 
 
 def device(name: str) -> Accelerator:
-    """Return a device by name, by its cloud instance, or by its GiB with the rates of an H100."""
+    """Return a device by its name or by a cloud instance. A number is its memory in GiB, with the rates of an
+    H100."""
     kind, per_node = INSTANCES.get(name.lower(), ("", 0))
     if kind:
         return DEVICES[kind]._replace(per_node=per_node)
@@ -107,7 +107,7 @@ def device(name: str) -> Accelerator:
             f"--gpu {name!r} is unknown: use {known}, a cloud instance, or the "
             f"GiB of its memory, such as --gpu 24{close}"
         )
-    return DEVICES["h100"]._replace(label=f"{size[1]} GiB", total_bytes=int(float(size[1]) * _GIB))
+    return DEVICES["h100"]._replace(label=f"{size[1]} GiB", total_bytes=int(float(size[1]) * GIB))
 
 
 def count_of_instance(name: str) -> int | None:

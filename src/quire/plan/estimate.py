@@ -19,12 +19,12 @@ from quire.memory import (
     CacheRoom,
     CacheSize,
     OffloadedLayers,
-    activation_bytes,
     choose_offloaded,
     graph_bytes,
     human,
     size_cache,
     smallest_cache,
+    step_bytes,
     tape_bytes,
 )
 
@@ -68,7 +68,7 @@ class Memory:
 
     @property
     def beside(self) -> int:
-        """Return everything except the KV cache."""
+        """Return the bytes of everything except the KV cache."""
         return sum(self._terms().values())
 
     def _terms(self) -> dict[str, int]:
@@ -84,7 +84,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """A precision and a layout, with their memory and whether they fit."""
+    """A precision and a parallel layout, with their memory. They fit if `why_not` is empty."""
 
     precision: str
     tp: int
@@ -116,7 +116,7 @@ class StageWeights(NamedTuple):
 
     layers: list[int]
     others: int
-    """Embedding, head and multimodal encoder."""
+    """Bytes of the embedding, the head and the multimodal encoder."""
 
     @property
     def total(self) -> int:
@@ -124,7 +124,8 @@ class StageWeights(NamedTuple):
 
 
 def stage_weights(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> list[StageWeights]:
-    """Return the weight bytes of each pipeline stage. A GGUF file counts as equal bits for every weight."""
+    """Return the weight bytes of each pipeline stage. For a GGUF file, all weights count with its mean bits
+    per weight."""
     whole = count_parameters(checkpoint.facts)
     bits, end_bits = (size / tp / 8 for size in _bits(checkpoint, precision))
     stages, result = stage_layers(len(whole.layers), pp), []
@@ -168,8 +169,8 @@ def _bits(checkpoint: Checkpoint, precision: str) -> tuple[float, float]:
 
 
 def kv_bytes_per_token(checkpoint: Checkpoint, kv_dtype: str) -> dict[str, tuple[int, int]]:
-    """Return, by kind of layer, the number of layers and the bytes per token (per row for states and
-    items)."""
+    """Return {kind of layer: (number of layers, bytes per token)}; for SSM and cross-attention states, the
+    bytes are those of a running request."""
     by_kind: dict[str, tuple[int, int]] = {}
     specs = (spec.parts for spec in cache_specs(checkpoint.facts) if spec is not None)
     for spec in chain.from_iterable(specs):
@@ -185,7 +186,8 @@ def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
 def fits(
     checkpoint: Checkpoint, machine: Machine, precision: str, wanted: Wanted, *, tp: int, pp: int
 ) -> MemoryFit:
-    """Return whether a layout fits, as `quire serve` would find on this machine, without loading anything."""
+    """Return whether a model fits in a precision on `tp` x `pp` devices, as `quire serve` would find on this
+    machine. Nothing is loaded."""
     try:
         config = resolve(
             _settings(precision, wanted, tp, pp),
@@ -217,7 +219,7 @@ def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any
 
 def memory_of(config: EngineConfig, precision: str) -> Memory:
     """Return the memory of a device without the KV cache."""
-    parallel, limits = config.parallel, config.scheduler
+    parallel = config.parallel
     stages = stage_weights(
         config.checkpoint, precision, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     )
@@ -225,12 +227,7 @@ def memory_of(config: EngineConfig, precision: str) -> Memory:
     offloaded = [choose_offloaded(stage.layers, wanted_bytes) for stage in stages]
     resident = [stage.total - x.host_bytes for stage, x in zip(stages, offloaded, strict=True)]
     number = max(range(len(stages)), key=lambda n: resident[n] + offloaded[n].buffer_bytes)
-    activations = activation_bytes(
-        config.rank_facts,
-        config.model.dtype,
-        num_tokens=limits.max_num_batched_tokens,
-        num_seqs=limits.max_num_seqs,
-    )
+    activations = step_bytes(config)
     if config.machine.device == "cpu":
         return Memory(resident[number], activations, tape_bytes(config), 0)
     graphs, libraries = graph_bytes(config), int(LIBRARY_BYTES)
@@ -281,14 +278,9 @@ def kv_dtype(config: EngineConfig) -> str:
     return requested if requested in DTYPE_BYTES else config.model.dtype
 
 
-def bytes_of_cache(config: EngineConfig) -> int:
-    """Return the bytes of one value in the KV cache."""
-    return DTYPE_BYTES[kv_dtype(config)]
-
-
 def layouts(most: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """Yield parallel layouts, smallest first. Tensor parallelism is used within a machine, pipeline stages
-    where it is not possible or across machines."""
+    """Yield parallel layouts (tp, pp) of up to `most` devices: first without pipeline stages on one machine
+    of `per_node` devices, then with stages; the smallest come first."""
     powers = [1 << power for power in range(min(most, per_node).bit_length())]
     yield from ((tp, 1) for tp in powers)
     staged = ((tp, pp) for tp in powers for pp in range(2, most // tp + 1))
@@ -304,7 +296,7 @@ def smallest(
     most: int,
     per_node: int,
 ) -> list[MemoryFit]:
-    """Return, for each precision, the smallest layout that fits, with all that were tried before it."""
+    """Return, for each precision, the smallest layout that fits, after the smaller layouts that do not."""
     tried = []
     for precision in precisions:
         for tp, pp in layouts(most, per_node):

@@ -21,7 +21,7 @@ _NEEDED = ("layers", "hidden", "heads", "intermediate", "vocab")
 
 
 class KnownSizes(NamedTuple):
-    """A dense decoder with sizes that many models share."""
+    """Sizes of a dense decoder that many models share."""
 
     layers: int
     hidden: int
@@ -80,10 +80,9 @@ def subject(model: str, env: Env, *, advice: str = _ADVICE, **options: Any) -> t
     if "=" in model:
         return _build_checkpoint(_parse(model)), ""
     if is_url(model) or Path(model).exists() or Path(model).suffix == ".gguf":
-        # From an object store without the weights: config.json is enough.
+        # load_format="dummy" locates the model without its weights: config.json is enough.
         return read_checkpoint(locate(model, cache_root=env.cache_root, load_format="dummy")), ""
     try:
-        # Without weights: config.json is enough.
         path = locate(model, cache_root=env.cache_root, load_format="dummy", **options)
         return read_checkpoint(path), ""
     except ConfigError as error:
@@ -95,7 +94,7 @@ def subject(model: str, env: Env, *, advice: str = _ADVICE, **options: Any) -> t
 
 
 def precision_in(name: str) -> str | None:
-    """Return the precision that a model's name has, such as `-FP8` or `-AWQ`, or None."""
+    """Return the precision that a model's name states, such as `-FP8` or `-AWQ`, or None."""
     return next((kind for kind, words in _NAMED_PRECISIONS.items() if words.search(name)), None)
 
 
@@ -136,7 +135,7 @@ def _count(flag: str, text: str, largest: float) -> float:
 
 def _dense(params: float) -> Checkpoint:
     """Estimate a dense model: layers and hidden size interpolated between those of `KNOWN`, and the
-    intermediate size that the remaining parameters make."""
+    intermediate size from the remaining parameters."""
     rows = [
         (count_parameters(_build_checkpoint(known._asdict()).facts).total, known) for known in KNOWN.values()
     ]

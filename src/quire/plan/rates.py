@@ -1,4 +1,4 @@
-"""Expected speed of a layout, from the rates of its devices and measurements of two models."""
+"""Expected speed of a model on some devices, from their peak rates and measurements of two models."""
 
 import math
 from functools import cache
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.checkpoint.layout import cache_specs
+from quire.checkpoint.layout import DTYPE_BYTES, cache_specs
 from quire.checkpoint.weights import LayerWeights, count_parameters
 from quire.plan.devices import DEVICES, Accelerator
-from quire.plan.estimate import MemoryFit, bytes_of_cache, computes_in_8_bits, weight_bytes
+from quire.plan.estimate import MemoryFit, computes_in_8_bits, kv_dtype, weight_bytes
 
 _SUM_S = 10e-6
 """Assumed seconds of a small all-reduce within a machine; there are two per layer."""
@@ -18,7 +18,7 @@ _KV_BYTES = 2 * 2 * 8 * 128
 """KV cache bytes of a token in a layer of both measured models."""
 _ATTENTION = 0.96 * 4.28 / 4.8
 """Share of the bandwidth that decode attention reached on an H200 (docs/evidence/kernels.md: lengths of 300
-to 1,700 at batch 256). At small batches its time is part of that of a layer."""
+to 1,700 at batch 256). At small batches, attention is part of the measured seconds per layer."""
 
 
 class MeasuredModel(NamedTuple):
@@ -54,13 +54,13 @@ class TokenRates(NamedTuple):
 
     batch: int
     decode_ms: float
-    """Milliseconds for one token of each sequence."""
+    """Milliseconds of a decode step, which generates one token for each sequence."""
     decode_tok_s: float
     prefill_tok_s: float
 
 
 class Cost(NamedTuple):
-    """The seconds of matrix products and layers: floor / efficiency + layers x seconds per layer."""
+    """A cost model: seconds at peak rates / efficiency + number of layers x seconds per layer."""
 
     efficiency: float
     """Share of the peak bandwidth or compute that the matrix products reach."""
@@ -69,7 +69,8 @@ class Cost(NamedTuple):
 
 
 def _solve(large_s: float, large_floor_s: float, small_s: float, small_floor_s: float) -> Cost:
-    """Return the cost that gives the measured seconds of both models."""
+    """Return the cost model that gives the measured seconds of a large and a small model. Their floors are
+    the seconds of the matrix products at peak rates."""
     inverse = (LLAMA_8B.layers * small_s - QWEN_0_6B.layers * large_s) / (
         LLAMA_8B.layers * small_floor_s - QWEN_0_6B.layers * large_floor_s
     )
@@ -88,7 +89,7 @@ def _attention_seconds(device: Accelerator, cache_bytes: float) -> float:
 
 @cache
 def decode_costs() -> tuple[Cost, ...]:
-    """Return the cost of a decode step on an H200, for each of `BATCHES`."""
+    """Return the cost model of a decode step on an H200, for each batch size of `BATCHES`."""
     device, costs = DEVICES["h200"], []
     for number, batch in enumerate(BATCHES):
         times: list[float] = []
@@ -102,7 +103,7 @@ def decode_costs() -> tuple[Cost, ...]:
 
 @cache
 def prefill_cost() -> Cost:
-    """Return the cost of a prompt token on an H200."""
+    """Return the cost model of a prompt token on an H200."""
     flops = DEVICES["h200"].flops
     large, small = ((1 / model.prefill_tok_s, 2 * model.weights / flops) for model in (LLAMA_8B, QWEN_0_6B))
     return _solve(*large, *small)
@@ -141,18 +142,17 @@ def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> T
 
 
 def copy_seconds(fit: MemoryFit, device: Accelerator) -> float:
-    """Return the seconds of copying a device's offloaded weights, the least time of any step; 0 for none."""
+    """Return the seconds in which a device's offloaded weights are copied, the least time of a step; 0 for
+    none."""
     return 0.0 if fit.memory is None else fit.memory.offloaded.host_bytes / device.pcie_bytes_s
 
 
 def _cache_bytes(fit: MemoryFit, context: int) -> int:
-    """Return the cache bytes that one token of a sequence reads."""
+    """Return the cache bytes that decoding one token of a sequence of `context` tokens reads."""
     assert fit.config is not None
-    dtype_bytes = bytes_of_cache(fit.config)
-    kv_dtype = fit.config.cache.kv_cache_dtype
-    specs = [
-        spec.stored_as(kv_dtype) for spec in cache_specs(fit.config.checkpoint.facts) if spec is not None
-    ]
+    dtype_bytes = DTYPE_BYTES[kv_dtype(fit.config)]
+    requested, layers = fit.config.cache.kv_cache_dtype, cache_specs(fit.config.checkpoint.facts)
+    specs = [spec.stored_as(requested) for spec in layers if spec is not None]
     paged = [spec for spec in specs if spec.is_paged]
     num_values = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in paged)
     return dtype_bytes * sum(num_values) + sum(spec.row_bytes(dtype_bytes) for spec in specs)

@@ -288,7 +288,7 @@ def _offload(fit: MemoryFit, device: Accelerator) -> list[str]:
 
 
 def _host_tier(fit: MemoryFit) -> list[str]:
-    """Return the line on the host tier of the KV cache: its bytes and tokens, over all devices."""
+    """Return the line on host memory for evicted KV blocks: its bytes and tokens, over all devices."""
     if (num_tokens := host_tier_tokens(fit)) == 0:
         return []
     assert fit.config is not None
@@ -298,7 +298,7 @@ def _host_tier(fit: MemoryFit) -> list[str]:
 
 
 def host_tier_tokens(fit: MemoryFit) -> int:
-    """Return the number of tokens in the host tier of the KV cache."""
+    """Return the number of tokens that fit in host memory for evicted KV blocks."""
     if fit.cache is None or not (num_bytes := _host_tier_bytes(fit)):
         return 0
     per_token = fit.cache.num_bytes * fit.num_devices / max(fit.cache.num_tokens, 1)
@@ -306,7 +306,8 @@ def host_tier_tokens(fit: MemoryFit) -> int:
 
 
 def _host_tier_bytes(fit: MemoryFit) -> int:
-    """Return the size of the host tier; by default that on a host with plenty of memory."""
+    """Return the bytes of host memory for evicted KV blocks; the default is that of a host with enough
+    memory."""
     if fit.config is None or fit.cache is None or not fit.config.cache.has_tiers:
         return 0
     if (gib := fit.config.cache.kv_offloading_size) is not None:

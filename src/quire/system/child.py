@@ -40,7 +40,7 @@ def main_left_out() -> Iterator[None]:
 
 @dataclass
 class Child:
-    """A supervised process. It sends None when it is up, or the reason why it cannot start."""
+    """A supervised process. Through a pipe it sends None when it is up, or the reason why it cannot start."""
 
     name: str
     make: Callable[[connection.Connection], BaseProcess]
@@ -48,7 +48,7 @@ class Child:
     says: connection.Connection | None = None
     is_up: bool = False
     was_up: bool = False
-    """Whether it has ever been up: a process that never was up is not restarted."""
+    """Whether the process has ever been up; a process that never was up is not restarted."""
     started_at: float = 0.0
     num_failures: int = 0
     restart_at: float | None = None
@@ -85,8 +85,8 @@ class Child:
                 log.error("%s %s: %s", self.name, "failed" if self.is_up else "cannot start", problem)
 
     async def await_up(self) -> None:
-        """Wait on the event loop until the process is up. A waiting thread would survive a cancellation, and
-        read the pipe that `end` closes."""
+        """Poll until the process is up. (A thread that waits for it would survive a cancellation, and read a
+        pipe that `end` has closed.)"""
         while not self.is_up:
             if self.says is None:
                 raise ConfigError(f"{self.name} could not start; see the log")

@@ -23,16 +23,16 @@ FILE_NAME = "cluster_token"
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MISMATCHES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 MAX_FAILURES = 3
-"""Failed handshakes in a row after which the token counts as wrong: a peer may also end during one."""
+"""Failed handshakes in a row after which the token counts as wrong; one may fail because the peer ends."""
 
 
 def new_token() -> str:
-    """Return a random token for processes that are all started by this one."""
+    """Return a random token, for processes that this process starts itself."""
     return secrets.token_hex()
 
 
 def cluster_token(env: Env, host: str) -> str:
-    """Return the token of a deployment; its processes are started by separate commands and meet at `host`.
+    """Return the token of a deployment; its processes are started by separate commands and connect to `host`.
 
     The token comes from the environment. Without one, commands of one user on one machine share a file that
     only this user can read. Machines without a token accept every peer, which is logged as a warning.

@@ -1,4 +1,4 @@
-"""Limits of the time that work takes in one turn of an event loop."""
+"""Limits of the time that work takes in one turn (iteration) of an event loop."""
 
 import asyncio
 import time
@@ -35,7 +35,8 @@ class TurnBudget:
 
 
 class TurnQueue(Generic[T]):
-    """Items that are handled together from the next turn of the event loop on, for some time in each turn."""
+    """A queue whose items are handled in the next turns of the event loop, in each until its budget is
+    spent."""
 
     def __init__(self, handle: Callable[[Sequence[T]], None], budget: TurnBudget | None = None) -> None:
         """`handle` receives up to 32 items at a time, in order."""

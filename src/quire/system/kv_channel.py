@@ -1,4 +1,4 @@
-"""Connections between engines that exchange prefixes: addresses, known engines, and shared memory."""
+"""Connections between engines that exchange cached prefixes: addresses, known engines, shared memory."""
 
 import contextlib
 import fcntl
@@ -27,7 +27,8 @@ def zmq_address(host: str, port: int | str) -> tuple[str, bool]:
 
 
 def token_host(settings: TransferSettings, side_channel_host: str) -> str:
-    """Return the host by which the cluster token is chosen: that of another machine, or loopback."""
+    """Return the host that `cluster_token` needs: the first on another machine, or loopback if there is
+    none."""
     hosts = [side_channel_host] if settings.produces else []
     hosts += [host for host, _ in settings.peers] if settings.consumes else []
     local = ("localhost", "::1")
@@ -62,8 +63,8 @@ class KnownEngine:
 
 
 def is_peer(settings: TransferSettings, root: Path, engine_id: str, prefix: RemotePrefix) -> bool:
-    """Whether prefixes may be loaded from an address: it is among the peers of the settings, or that of an
-    engine of this user on this machine."""
+    """Return whether a prefix may be loaded from its address: it is among the peers of the settings, or is
+    that of an engine of this user on this machine."""
     if any(host == prefix.host and port in (None, prefix.port) for host, port in settings.peers):
         return True
     if not re.fullmatch(r"[\w.-]{1,200}", engine_id) or engine_id.startswith("."):
@@ -77,8 +78,8 @@ def is_peer(settings: TransferSettings, root: Path, engine_id: str, prefix: Remo
 
 
 class TransferMemory:
-    """Memory to which another process on this machine may write entries. It has no name: the other process
-    opens it through /proc of this process, and checks the random bytes at its start."""
+    """Memory to which another process on this machine may write KV cache entries. It has no name: the other
+    process opens it through /proc of this process, and checks the random bytes at its start."""
 
     def __init__(self, num_bytes: int) -> None:
         fd = os.memfd_create("quire-kv")
@@ -102,7 +103,8 @@ class TransferMemory:
 
 
 def open_memory(path: str, nonce: bytes) -> memoryview | None:
-    """Return the memory of another process to write entries to; None if the path or the nonce is wrong."""
+    """Return the memory of another process, to write KV cache entries to; None if the path or the nonce is
+    wrong."""
     if not _DESCRIPTOR.fullmatch(path) or len(nonce) != NONCE_BYTES:
         return None
     try:

@@ -20,17 +20,19 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class MemoryTrimmer:
-    """Trims the heap when the process holds much more unused memory than at its lowest since the last trim.
+    """Returns the unused memory of the heap to the system when there is much more than at its lowest.
 
-    glibc returns only the end of a heap to the system. After a burst of long bodies or grammars, small blocks
-    that live on keep hundreds of MiB below them, in one heap per thread.
+    glibc returns only the end of a heap to the system. After a burst of long request bodies or grammars,
+    small blocks that are still in use prevent the return of hundreds of MiB below them, in one heap per
+    thread.
     """
 
     def __init__(
         self, spare_bytes: int, *, num_unused_bytes: Callable[[], int], trim: Callable[[], object]
     ) -> None:
-        """`spare_bytes` are kept for the next burst. `num_unused_bytes` returns the bytes in memory that the
-        allocator has not handed out; some of them can never be returned."""
+        """The heap is trimmed when its unused memory exceeds the lowest amount since the last trim by
+        `spare_bytes`. `num_unused_bytes` returns the bytes in memory that the allocator has not handed out;
+        some of them can never be returned."""
         self._spare_bytes = spare_bytes
         self._num_unused_bytes, self._trim = num_unused_bytes, trim
         self._least_bytes = num_unused_bytes()
@@ -62,7 +64,8 @@ def _num_unused_bytes(info: _Mallinfo2) -> int:
 
 
 def trim_memory(spare_bytes: int) -> None:
-    """Return freed memory above `spare_bytes` to the system from now on, unless MALLOC_ variables are set."""
+    """Start a thread that returns freed memory above `spare_bytes` to the system, unless MALLOC_ variables
+    are set."""
     libc = ctypes.CDLL(None)
     known = hasattr(libc, "mallinfo2") and os.path.exists("/proc/self/statm")
     if not known or any(name.startswith("MALLOC_") for name in os.environ):

@@ -47,7 +47,8 @@ class JoinNode(msgspec.Struct, tag="enlist"):
 
 
 class NodeJoined(msgspec.Struct, tag="noted"):
-    """Answer of the head. An empty `problem` accepts the node; `ends` means that the head itself ends."""
+    """Answer of the head to a `JoinNode`. An empty `problem` accepts the node; `ends` means that the head
+    itself ends."""
 
     problem: str = ""
     ends: bool = False
@@ -64,7 +65,8 @@ class _Node:
 
 
 class NodeRegistry:
-    """The head's list of cores on other machines. Their addresses are kept in files, for other processes."""
+    """The head's list of cores on other machines. API processes read their addresses from files in
+    `folder`."""
 
     def __init__(
         self, host: str, port: int, *, size: int, awaited: Iterable[int], folder: Path, token: str
@@ -121,7 +123,7 @@ class NodeRegistry:
             answer = self._register(identity, message)
             self._send(identity, answer)
             if answer.problem:
-                log.error("Refused %.100r: %s", message.node, answer.problem)
+                log.error("Refused the node %.100r: %s", message.node, answer.problem)
         self._check_complete()
 
     def _send(self, identity: bytes, message: NodeJoined) -> None:
@@ -132,7 +134,7 @@ class NodeRegistry:
         if message.problem:
             if identity in self._nodes and not self.was_complete:
                 raise ConfigError(f"{message.node}: {message.problem}")
-            log.error("%s ends: %s", message.node, message.problem)
+            log.error("The node %s ends: %s", message.node, message.problem)
             return NodeJoined()
         if message.size != self.size:
             return NodeJoined(
@@ -191,7 +193,7 @@ class NodeRegistry:
 
 
 class Announcer:
-    """Announces the cores of this machine to the head, periodically."""
+    """Announces the cores of this machine to the head node, periodically."""
 
     def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str], token: str) -> None:
         self.head = f"{host}:{port}"

@@ -82,8 +82,8 @@ def _device_count(driver: ctypes.CDLL) -> int:
 
 
 def _cuda(driver: ctypes.CDLL, num_cores: int) -> Machine:
-    """Return the facts of the first device. All memory counts as free: measuring it needs a context, that of
-    the worker."""
+    """Return the properties of the first GPU. All of its memory counts as free: measuring that needs a CUDA
+    context, which only workers have."""
     device, total = ctypes.c_int(), ctypes.c_size_t()
     major, minor = ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)

@@ -26,8 +26,8 @@ SPARE_BYTES = 64 << 20
 _SWITCH_S = 0.001
 """Seconds after which a thread that waits for the GIL interrupts the thread that holds it."""
 _is_tuned = False
-"""Whether `tune_garbage_collector` was called. If only Python or the user froze objects, they stay as they
-are: freezing again would keep an engine that is dropped later in memory."""
+"""Whether `tune_garbage_collector` was called. Otherwise this module freezes no objects: that would keep an
+engine in memory that the user's program drops later."""
 _MAX_FILES = 1 << 20
 """Limit of open files: containers may allow a billion, and programs that walk all descriptors would take
 minutes."""
@@ -39,7 +39,8 @@ def parent_age_s() -> float:
 
 
 def adopt(role: str) -> None:
-    """Name this process, let it die with its parent (on Linux), and leave SIGINT to the supervisor."""
+    """Set up a child process: name it, let it die with its parent (on Linux), and leave SIGINT to its
+    parent."""
     name_process(role)
     tqdm.set_lock(threading.RLock())  # the default is a semaphore that a killed process leaks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,8 +56,8 @@ def adopt(role: str) -> None:
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Block SIGINT in this thread within the context, and for good in child processes that start there.
-    Otherwise a Ctrl-C during their imports prints a traceback of each. Multiprocessing's resource tracker is
-    started first: its start with the first child process would unblock SIGINT again."""
+    Otherwise a Ctrl-C during their imports prints a traceback for each of them. Multiprocessing's resource
+    tracker is started first: its start with the first child process would unblock SIGINT again."""
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -76,11 +77,13 @@ def raise_file_limit() -> None:
 
 
 def limit_thread_spinning() -> None:
-    """Let OpenMP's threads sleep soon when they wait for each other. Must be called before torch is imported.
+    """Let OpenMP threads that wait at a barrier sleep after 2,000 spins. Must be called before torch is
+    imported.
 
-    By default threads spin for milliseconds, which takes CPU time from the awaited thread on a busy machine,
-    at each of the 300 barriers of a decode step. Beside a busy process a step of the packaged model took
-    14 ms with 500 to 2,000 spins and 19 to 27 ms with 20,000, which is 6 % faster at best on an idle machine.
+    By default, threads spin for milliseconds at each of the 300 barriers of a decode step. On a busy machine,
+    this takes CPU time from the thread that they wait for. Measured with the packaged model beside a busy
+    process, a step takes 14 ms with 500 to 2,000 spins, and 19 to 27 ms with 20,000. On an idle machine,
+    20,000 spins are at most 6 % faster.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
@@ -109,7 +112,8 @@ def tune_allocator() -> None:
 
 def shorten_thread_switches() -> None:
     """Let the event loop of an API process interrupt other threads after 1 ms instead of 5. The loop releases
-    the GIL several times in a request, and must wait for it while another thread reads a long body.
+    the GIL several times in a request, and waits to get it back while another thread reads a long request
+    body.
 
     Beside such a thread `/health` took 2.3 ms instead of 6.2, and the thread was not slower.
     """

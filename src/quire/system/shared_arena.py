@@ -17,8 +17,8 @@ from quire.data.multimodal import StoredArrays
 from quire.errors import EngineError
 
 _LINE = 64
-"""Alignment of objects. Each begins with two words of 4 bytes: the number of releases by its receivers, and
-its generation."""
+"""Alignment of objects in bytes. Each begins with two words of 4 bytes: the number of releases by its
+receivers, and its generation."""
 _HEAD = 8
 """Bytes of the two words at the start of an object."""
 _WRAP = 1 << 32
@@ -30,12 +30,12 @@ class SharedObject:
 
     start: int
     size: int
-    """Bytes with header and padding."""
+    """Bytes of the object with header and padding."""
     length: int
     """Bytes of the data."""
     generation: int
     num_users: int = 0
-    """References in this process."""
+    """Number of references to the object in this process."""
     num_sent: int = 0
     """Number of times the object was sent to the other process."""
 
@@ -43,13 +43,14 @@ class SharedObject:
 class SharedArena:
     """The shared memory on the side of its owner, which allocates it.
 
-    An object is overwritten after it was dropped, no `StoredArrays` of it exists in this process, and the
-    other process has released all that were sent to it. Releases are counted in the object itself.
+    An object may be overwritten once it was dropped, no reference (`StoredArrays`) to it exists in this
+    process, and the other process has released every reference that it received. Releases are counted in the
+    header of the object.
     """
 
-    def __init__(self, num_bytes: int, max_parcel_bytes: int) -> None:
+    def __init__(self, num_bytes: int, max_object_bytes: int) -> None:
         num_bytes = max(num_bytes // _LINE, 1) * _LINE
-        self.max_parcel_bytes = min(max_parcel_bytes, num_bytes)
+        self.max_object_bytes = min(max_object_bytes, num_bytes)
         fd = os.memfd_create("quire-media")
         weakref.finalize(self, os.close, fd)
         os.ftruncate(fd, num_bytes)
@@ -58,9 +59,9 @@ class SharedArena:
         self._words = self._memory.cast("I")
         self._free = [(0, num_bytes)]
         """Start and size of free pieces in bytes, sorted; adjacent pieces are joined."""
-        self._parcels: dict[int, SharedObject] = {}
+        self._objects: dict[int, SharedObject] = {}
         self._dropped: dict[int, SharedObject] = {}
-        """Objects that wait to be overwritten."""
+        """Dropped objects whose memory is not free yet, since references to them exist."""
         self._ended: deque[int] = deque()
         """Starts of objects that lost a local reference; appended by any thread."""
         self._generations = itertools.count()
@@ -69,78 +70,78 @@ class SharedArena:
     @property
     def num_bytes(self) -> int:
         """Return the allocated bytes."""
-        return sum(parcel.size for parcel in self._parcels.values())
+        return sum(item.size for item in self._objects.values())
 
     @property
     def num_busy(self) -> int:
         """Return the number of objects that must not be overwritten now."""
         with self._lock:
             self._settle()
-            return sum(not self._is_idle(parcel) for parcel in self._parcels.values())
+            return sum(not self._is_idle(item) for item in self._objects.values())
 
     def put(self, data: bytes) -> SharedObject | None:
         """Write an object; return None if it is too large, or if there is no free piece of its size."""
         size = -(-(_HEAD + len(data)) // _LINE) * _LINE
-        if size > self.max_parcel_bytes:
+        if size > self.max_object_bytes:
             return None
         with self._lock:
             self._settle()
             start = self._allocate(size)
             if start is None:
                 return None
-            parcel = SharedObject(start, size, len(data), next(self._generations) % _WRAP)
-            self._parcels[start] = parcel
-            self._words[start // 4], self._words[start // 4 + 1] = 0, parcel.generation
+            item = SharedObject(start, size, len(data), next(self._generations) % _WRAP)
+            self._objects[start] = item
+            self._words[start // 4], self._words[start // 4 + 1] = 0, item.generation
         self._memory[start + _HEAD : start + _HEAD + len(data)] = data
-        return parcel
+        return item
 
-    def share(self, parcel: SharedObject) -> StoredArrays | None:
+    def share(self, item: SharedObject) -> StoredArrays | None:
         """Return a reference that keeps the object in place while it exists; None if the object is gone."""
         with self._lock:
-            if self._parcels.get(parcel.start) is not parcel:
+            if self._objects.get(item.start) is not item:
                 return None
-            parcel.num_users += 1
-        stored = StoredArrays(self.path, parcel.start, parcel.length, parcel.generation)
-        weakref.finalize(stored, self._ended.append, parcel.start).atexit = False
+            item.num_users += 1
+        stored = StoredArrays(self.path, item.start, item.length, item.generation)
+        weakref.finalize(stored, self._ended.append, item.start).atexit = False
         return stored
 
     def send(self, stored: StoredArrays) -> None:
         """Record that the object is sent to the other process, which will release it."""
         with self._lock:
-            self._parcels[stored.start].num_sent += 1
+            self._objects[stored.start].num_sent += 1
 
     def read(self, stored: StoredArrays) -> memoryview:
         return _read(self._memory, self._words, stored)
 
-    def is_idle(self, parcel: SharedObject) -> bool:
+    def is_idle(self, item: SharedObject) -> bool:
         """Whether the object would be overwritten if it were dropped."""
         with self._lock:
             self._settle()
-            return self._is_idle(parcel)
+            return self._is_idle(item)
 
-    def drop(self, parcel: SharedObject) -> None:
+    def drop(self, item: SharedObject) -> None:
         """Drop an object; its memory is reused once it has no references."""
         with self._lock:
-            self._dropped[parcel.start] = parcel
+            self._dropped[item.start] = item
             self._settle()
 
     def reset_receiver(self) -> None:
-        """Release all objects of the other process after its death."""
+        """Count all objects as released by the other process, which has died."""
         with self._lock:
-            for parcel in self._parcels.values():
-                parcel.num_sent = self._words[parcel.start // 4]
+            for item in self._objects.values():
+                item.num_sent = self._words[item.start // 4]
 
     # ---- with the lock
 
     def _settle(self) -> None:
         while self._ended:
-            self._parcels[self._ended.popleft()].num_users -= 1
-        for parcel in [parcel for parcel in self._dropped.values() if self._is_idle(parcel)]:
-            del self._dropped[parcel.start], self._parcels[parcel.start]
-            self._free_piece(parcel.start, parcel.size)
+            self._objects[self._ended.popleft()].num_users -= 1
+        for item in [item for item in self._dropped.values() if self._is_idle(item)]:
+            del self._dropped[item.start], self._objects[item.start]
+            self._free_piece(item.start, item.size)
 
-    def _is_idle(self, parcel: SharedObject) -> bool:
-        return not parcel.num_users and self._words[parcel.start // 4] == parcel.num_sent % _WRAP
+    def _is_idle(self, item: SharedObject) -> bool:
+        return not item.num_users and self._words[item.start // 4] == item.num_sent % _WRAP
 
     def _allocate(self, size: int) -> int | None:
         """Allocate from the first piece that is large enough."""
@@ -173,12 +174,12 @@ class _Memory:
 class ArenaReader:
     """The receiving side: keeps an object until this process has no reference to it, then releases it.
 
-    Release is automatic: it follows the end of requests and plans, however they end.
+    Objects are released when the requests and step plans that refer to them end, however they end.
     """
 
     def __init__(self) -> None:
         self._memories: dict[tuple[int, int], _Memory] = {}
-        """Mappings, the newest last. A restarted owner has a new memory."""
+        """Mapped memories by device and inode, the newest last. A restarted owner creates a new memory."""
         self._ended: deque[tuple[tuple[int, int], int]] = deque()
 
     def take(self, stored: StoredArrays) -> bool:
@@ -212,7 +213,7 @@ class ArenaReader:
 
 
 class ArenaView:
-    """Reads objects in place without releasing them, in one mapped memory at a time."""
+    """Reads objects of a `SharedArena` in place, without releasing them; maps one memory at a time."""
 
     def __init__(self) -> None:
         self._key: tuple[int, int] | None = None
@@ -238,7 +239,7 @@ class ArenaView:
 
 
 def _key(path: str) -> tuple[int, int]:
-    """Return the identity of a memory: a descriptor number may be reused."""
+    """Return what identifies a memory: device and inode, since descriptor numbers are reused."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 

@@ -18,7 +18,7 @@ from hashlib import sha256
 _HEAD_BYTES = 64
 """The first word is the ring position of the next value: it grows with every value, and never wraps."""
 _WAYS = 8
-"""Entries of the table that a key may use."""
+"""Number of entries in the table that a key may use."""
 _ENTRY_BYTES = 64
 """An entry: the ring position plus 1 (0: none), the length, and the digest of the key."""
 _BYTES_PER_ENTRY = 1 << 15
@@ -69,7 +69,7 @@ class SharedCache:
             return False
         with self._lock(fcntl.LOCK_EX):
             position = self._words[0]
-            self._words[0] = position + size  # from now on the values at this place are gone
+            self._words[0] = position + size  # the values to overwrite count as removed
         for offset in range(0, len(value), _CHUNK):
             with self._lock(fcntl.LOCK_EX):  # for a part at a time, since other processes wait
                 if not self._is_kept(position):

@@ -15,7 +15,7 @@ import threading
 import time
 
 CAPACITY = 1 << 20
-"""Bytes in flight; a longer message is sent piece by piece."""
+"""Bytes of a ring; a longer message is sent piece by piece."""
 SPIN_S = 50e-6
 """Seconds that a reader spins before it sleeps, if there are spare cores."""
 
@@ -30,7 +30,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform 
 """Number of the futex system call."""
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 1 << 30
 _fence = threading.Lock()
-"""Taken and released as a memory fence between data and counters."""
+"""Lock that is taken and released as a memory fence between data and counters."""
 
 
 def create(num_readers: int, capacity: int = CAPACITY) -> int:
