@@ -42,9 +42,9 @@ from quire.worker.spec.drafter import Drafter, SampleDrafts, SequenceEnds, Targe
 from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
 
 _MAX_BUFFERS = 32
-"""Most input buffers kept for steps that are not taped; the least recently used is dropped."""
+"""Most input buffers that are cached for steps without a tape; the least recently used buffer is dropped."""
 Sample = Callable[..., Tensor]
-"""Samples token ids from logits, `SamplingTensors` and optionally `ConstrainedHost`."""
+"""Function that samples token ids from logits, sampling parameters and, optionally, grammar constraints."""
 
 
 def sample_tokens(
@@ -62,24 +62,26 @@ class CpuDevice:
         self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
         self._taped_buffers = cache(_new_buffers)
-        """Input buffers of taped steps: tapes read them at fixed addresses."""
+        """Input buffers of steps that are recorded as tapes; a tape reads them at fixed addresses."""
         self._receive_buffers = cache(model.receive_buffer)
-        """Receive buffers of taped steps."""
+        """Buffers of taped steps for the output of the previous pipeline stage."""
         self._eager_buffers = lru_cache(_MAX_BUFFERS)(_new_buffers)
         self._tapes = Tapes()
         self._max_taped = MAX_TAPED
         self.drafter: Drafter | None = None
         self.drafts_are_sampled = False
-        """Whether drafts are sampled as the target samples, with the same random numbers."""
+        """Whether draft tokens are sampled like the target's, with the same random numbers; else they are
+        greedy."""
         self.draft_progress: DraftProgress | None = None
-        """Progress of a separate draft model."""
+        """Tokens that a separate draft model has computed; None without a separate model."""
         self._max_tokens = 0
-        """Most tokens that a draft model catches up on in one step."""
+        """Most tokens that a draft model computes in one step to catch up with the target."""
         self._batch: Batch | None = None
         """Batch of the last step."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Estimate the memory of the largest step; measuring it on a CPU would allocate it."""
+        """Estimate the memory of the largest step: to measure the memory, the step would have to allocate
+        it."""
         facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         num_samples = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
@@ -138,7 +140,8 @@ class CpuDevice:
         return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
-        """Return a step of one dummy token, for a rank without rows."""
+        """Return a step of one dummy token for an engine without requests, since the experts need all
+        engines."""
         batch, inputs = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
         batch.intermediate_tensors = self.model.receive_buffer(1)
         self._set_ep_tokens(batch, plan)
@@ -194,7 +197,8 @@ class CpuDevice:
         counts: Ints,
         output: ForwardResult,
     ) -> None:
-        """Pass a step to the drafter; `first` is the first computed position of each row."""
+        """Let the drafter read a step of the target. `first` is the position of the first token that each row
+        has computed in the step, and `counts` its number of new tokens (empty: one each)."""
         rows, num_kept = plan.rows.astype(np.intp), plan.num_tokens
         if len(counts):
             num_kept = num_kept - plan.num_drafts
@@ -209,7 +213,8 @@ class CpuDevice:
         drafter.observe(self._batch, target)
 
     def _propose(self, drafter: Drafter, plan: StepPlan, all_rows: Rows) -> None:
-        """Propose drafts for the rows of the plan that have some."""
+        """Propose the draft tokens of a plan, and write them into `all_rows`. A separate draft model first
+        computes the tokens that it has missed."""
         progress, has_drafts, late = self.draft_progress, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
         if progress is not None:
             progress.begin(plan)
@@ -246,7 +251,7 @@ class CpuDevice:
         )
 
     def _draft_sampling(self, rows: NDArray[np.intp], all_rows: Rows) -> SampleDrafts | None:
-        """Return the sampling function of drafts for these rows; None if the device cannot sample."""
+        """Return the function that samples draft tokens of these rows; None without native kernels."""
         if (sample := self.sample) is None:
             return None
         columns = row_sampling_tensors(all_rows.sampling, rows)
@@ -267,7 +272,8 @@ class Done:
 
 
 def _build_constraints(masks: Masks, places: Ints, count: int) -> ConstrainedHost | None:
-    """Return the token constraints of `count` samples. `places` [max_rows] maps rows to batch positions."""
+    """Return the grammar constraints of `count` samples; None if no row is constrained. `places` [max_rows]
+    is the index of each row's first sample."""
     if not len(masks.rows):
         return None
     mask_of = np.full(count, FREE, np.int32)

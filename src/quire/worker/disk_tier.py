@@ -1,7 +1,7 @@
 """DiskTier: KV cache blocks in files of a directory.
 
-A file holds the digests of the model and of its contents, and gets its name when it is complete. So a file of
-another model, or one that a crash or a disk has damaged, is never read as a block."""
+A file contains digests of the model and of the block, and is renamed to its final name when it is complete. A
+file of another model, or one that a crash or the disk has damaged, is therefore never read as a block."""
 
 import contextlib
 import fcntl
@@ -35,7 +35,7 @@ _ENDING = ".kv"
 _UNFINISHED = ".tmp"
 _NUM_READERS = 4
 _MAX_WAITING_BYTES = 1 << 30
-"""Most bytes that wait to be written; further blocks are not stored."""
+"""Most bytes that wait to be written; further blocks are not written."""
 _LOCK_S = 10.0
 """Seconds to wait until a previous process releases the directory."""
 _CLOSE_S = 30.0
@@ -44,7 +44,7 @@ Bytes = NDArray[np.uint8]
 
 
 class ContentsLater(Protocol):
-    """Contents of blocks that may still be copied."""
+    """Contents of blocks that may still be on their way to host memory."""
 
     def wait(self) -> Bytes:
         """Wait for the contents and return them."""
@@ -57,7 +57,7 @@ def _digest(key: bytes, data: Bytes) -> bytes:
 
 
 class DiskTier:
-    """Files of blocks by key. A separate thread writes them."""
+    """Files of KV cache blocks, one per block and named by its key. A separate thread writes them."""
 
     def __init__(self, folder: Path, *, model: bytes, block_bytes: int) -> None:
         """Open or create the folder of a model. `model` is the digest of everything that the contents of a
@@ -103,7 +103,7 @@ class DiskTier:
                 time.sleep(0.1)
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all files, the least recently used first. Other files are deleted."""
+        """Return the keys of all complete files, the least recently used first. Other files are deleted."""
         times: dict[bytes, float] = {}
         for path in self.folder.glob("*/*"):
             with contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ class DiskTier:
             raise
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Queue the deletion of files, after the blocks that are queued for writing."""
+        """Queue the deletion of the files with these keys, after the blocks that are queued for writing."""
 
         def remove() -> None:
             for key in keys:
@@ -199,7 +199,7 @@ class DiskTier:
         return blocks
 
     def take_times(self, done: LoadDone) -> None:
-        """Add times and bytes of reads and writes since the last call, and whether the tier is off."""
+        """Add to `done` the times and bytes of reads and writes since the last call, and `is_off`."""
         with self._lock:
             done.read_s += self._read_s
             done.write_s += self._write_s
@@ -269,8 +269,8 @@ def open_disk_tier(config: EngineConfig, rank: Rank, block_bytes: int, ending: s
 
 def model_digest(config: EngineConfig) -> bytes:
     """Return the digest of everything that the contents of a block depend on besides tokens, adapter, media
-    and salt: the model and its weights, dtypes and the layout of the cache. Weights are named by the sizes
-    and times of their files, so a new file is another model."""
+    and salt: the model and its weights, dtypes and the layout of the cache. Weights are identified by the
+    names, sizes and times of their files, so a new file counts as another model."""
     draft = config.draft
     parts: list[object] = [
         *cache_identity(config).values(),

@@ -21,7 +21,8 @@ class WeightUpdater:
     def __init__(
         self, model: nn.Module, twins: LayerTwins | None, backend: str, device: torch.device, index: int
     ) -> None:
-        """`twins` is None if weights cannot be updated; `index` numbers the workers of all engines."""
+        """`twins` are copies of the layers before loading; None if weights cannot be updated. `index` numbers
+        the workers of all engines."""
         self._model, self._twins = model, twins
         self._backend = backend
         self._transport: WeightTransport | None = (

@@ -36,8 +36,8 @@ _CAPTURE_S = 30.0
 
 
 class CudaDevice:
-    """Runs steps on a GPU. Block tables (by layer group) and last tokens are kept on it by row; the last row
-    is padding."""
+    """Runs steps on a GPU. Each running request has a row. Block tables (by layer group) and the last token
+    of each row are in GPU memory; the last row is padding."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CudaDevice:
         in_flight = max(IN_FLIGHT, self.num_stages + 1)
         self.model = model
         self.sample = sample
-        """Samples from logits, sampling parameters and token constraints."""
+        """Function that samples token ids from logits, sampling parameters and grammar constraints."""
         self.device = device
         self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
@@ -80,10 +80,11 @@ class CudaDevice:
         self._sampled_in_graph: Tensor | None = None
         self._all_rows = all_rows
         self._draft_graphs: DraftGraphs | None = None
-        """Graphs of draft proposals; None if no model proposes drafts."""
+        """CUDA graphs by which a draft model proposes tokens; None if no model proposes drafts."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Measure the memory: run the largest step with all sampling features, and the largest graphs."""
+        """Measure the memory: run the largest step with all sampling features, and the largest captured
+        step."""
         limits, link = config.scheduler, self.model.link
 
         def probe_sampler(output: ForwardResult) -> None:
@@ -108,8 +109,8 @@ class CudaDevice:
         return Needs(weights, activations, graphs, counts, other=total - free - weights - counts - bound)
 
     def _graph_bytes(self, config: EngineConfig, item: int) -> int:
-        """Return the memory of all CUDA graphs, for values of `item` bytes. Each graph keeps its results and
-        shares its temporary memory with the larger graphs."""
+        """Return the bytes of all CUDA graphs; a value of the model's dtype has `item` bytes. Each graph has
+        memory for its results, and shares its temporary memory with the larger graphs."""
         facts, largest, mixed = config.checkpoint.facts, self._max_decodes(config), self._mixed_shapes(config)
         verify_sizes = [size * n for size, n in verify_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *verify_sizes]) if self._captures(config) else []
@@ -128,7 +129,8 @@ class CudaDevice:
         return num_bytes
 
     def _max_decodes(self, config: EngineConfig) -> int:
-        """Return the most decodes of one step: a pipeline spreads its rows over as many steps as stages."""
+        """Return the most decodes of one step: with pipeline stages, the rows are spread over several
+        steps."""
         return -(-config.scheduler.max_num_seqs // self.num_stages)
 
     def _captures(self, config: EngineConfig) -> bool:
@@ -141,7 +143,8 @@ class CudaDevice:
         return 1 if self.speculation is None else 1 + self.speculation.most
 
     def _mixed_shapes(self, config: EngineConfig) -> list[tuple[int, int]]:
-        """Return the shapes of steps with prompts to capture; empty if such steps cannot be captured."""
+        """Return the shapes (sequences, tokens) of steps with prompts to capture; empty if none can be
+        captured."""
         supported = self.model.attention.captures_prompts and self.model.link is None
         facts = config.checkpoint.facts
         kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
@@ -172,7 +175,8 @@ class CudaDevice:
 
     @property
     def _verify_to_capture(self) -> Callable[[ForwardResult], Tensor] | None:
-        """Return the verification to capture after each step; None if the graph of the step contains it."""
+        """Return the function that verifies draft tokens, to capture after each step. None without drafts, or
+        if the graph of the step contains the verification."""
         return None if self.speculation is None or self.speculation.after_step is None else self._verify
 
     def _capture_draft_graphs(self, draft_graphs: DraftGraphs, max_rows: int) -> None:
@@ -210,11 +214,12 @@ class CudaDevice:
         return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether verification waits for the sampler, since rows need more than the graph's sampling."""
+        """Whether drafts are verified after the sampler, since rows need features that the forward pass
+        lacks."""
         return self.speculation is not None and all_rows.sampling.special(plan.logit_rows) != 0
 
     def _propose_drafts(self, draft_graphs: DraftGraphs, plan: StepPlan, places: Int64s, ids: Ints) -> bool:
-        """Propose drafts if the step has any. Return whether the block tables were updated too."""
+        """Propose draft tokens if the step needs any. Return whether the block tables were updated too."""
         draft_graphs.begin(plan)
         if not draft_graphs.has_work(plan):
             draft_graphs.skip(plan)
@@ -264,13 +269,14 @@ class CudaDevice:
         return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
-        """Return a step of one dummy token, for a rank without rows."""
+        """Return a step of one dummy token for an engine without requests, since the experts need all
+        engines."""
         batch, inputs = self.dummy_batches.make(ONE_TOKEN)
         self._set_ep_tokens(batch, plan)
         return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
     def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
-        """Set the expert-parallel buffer size to that of ranks that replay a graph."""
+        """Set the buffer size of expert parallelism: the size of the graph that engines replay."""
         if plan.counts:
             batch.ep = EPTokens(plan.total_tokens, self.graphs.size_for(max(plan.counts)))
 
