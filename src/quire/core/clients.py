@@ -21,7 +21,7 @@ MAX_QUEUED_BYTES = 32 << 20
 
 
 class Queue:
-    """Messages that ZMQ could not take, in order, each with the ids of the requests that it ends."""
+    """Messages that ZMQ could not send yet, in order, each with the ids of the requests that it ends."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -126,7 +126,7 @@ class Clients:
             self._overflow(client, queue)
 
     def flush(self) -> None:
-        """Send queued messages as far as ZMQ takes them."""
+        """Send queued messages until ZMQ accepts no more."""
         for client, queue in list(self.queues.items()):
             while client in self.queues and self._offer(client, queue.first):
                 queue.pop()

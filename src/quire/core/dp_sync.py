@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 SLICE_MS = 1000
 BEAT_MS, SILENCE_MS = 5_000, 30_000
-"""Milliseconds between heartbeats, and without a heartbeat until a machine counts as lost. The end of a
+"""Milliseconds between heartbeats, and milliseconds without one until a machine counts as lost. The end of a
 process is noticed at once."""
 MAX_BYTES = 64 << 10
 """Size limit of a message in bytes; ZMQ closes connections that send a larger message."""
@@ -79,15 +79,15 @@ class _Engine:
 
 
 class Lockstep:
-    """One engine's part in rounds: in each, all engines exchange the number of tokens of their next step.
+    """One engine's part in rounds: in each round, all engines exchange the number of tokens of their next
+    step.
 
     An engine with work begins a round, and the first engine, which is the hub, calls the others into it. A
     call into a finished round is ignored. If no engine has a token there is no step, and all engines are idle
     until the next round. If an engine is lost, all engines end: they would wait for it within a step.
 
     Other hosts may reach the hub's port. The hub accepts only connections that begin with a Hello of an
-    expected rank and the shared token; all other messages are ignored.
-    """
+    expected rank and the shared token; all other messages are ignored."""
 
     def __init__(self, rank: int, size: int, address: str, *, token: str, timeout_s: float = 600.0) -> None:
         self.rank, self.size = rank, size
@@ -256,8 +256,8 @@ class Lockstep:
         return self._is_called
 
     def agreed(self, plan: StepPlan | None) -> StepPlan | None:
-        """Return the plan with the counts of all engines. If only other engines have work, return a plan
-        without rows; if no engine has work, return None."""
+        """Return the plan with the token counts of all engines. If only other engines have work, return a
+        plan without rows; if no engine has work, return None."""
         counts = self._exchange(0 if plan is None else plan.total_tokens)
         if not any(counts):
             assert plan is None

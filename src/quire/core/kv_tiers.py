@@ -133,7 +133,8 @@ def _num_entries(name: str, gib: float, kinds: list[EntryTiers], free: int, plac
 
 
 def _free_on_disk(folder: Path) -> int:
-    """Return the bytes for a tier on a disk: its free bytes plus the bytes of the tier's files."""
+    """Return the bytes that a tier in this directory may use: the disk's free bytes and those of its
+    files."""
     folder = folder.expanduser()
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     files = (path for path in folder.glob("*/*/*.kv"))

@@ -9,8 +9,8 @@ from quire.errors import RequestError
 
 
 class PauseState:
-    """The steps that may be planned. Open: all. Shut: none. Draining: only steps of admitted requests.
-    Requests that arrive while the core is shut or draining wait outside the scheduler, in order."""
+    """Which steps the core may plan: all if it is open, none if it is shut. While it drains, it may plan only
+    steps of admitted requests. Requests that arrive meanwhile wait outside the scheduler, in order."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -19,7 +19,7 @@ class PauseState:
         self.level = 0
         """Sleep level: 0, awake; 1, weights are in host memory; 2, weights are dropped."""
         self.asleep: set[str] = set()
-        """Parts of the workers' memory that are asleep."""
+        """Parts of the workers' memory that are asleep: weights, KV cache, or both."""
         self.is_unsure = False
         """Whether a call to sleep has not succeeded, so that workers may be in different states."""
         self.weight_version = DEFAULT_VERSION

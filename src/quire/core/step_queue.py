@@ -15,7 +15,7 @@ log = get_logger(__name__)
 class StepQueue:
     """Up to `depth` submitted steps, oldest first.
 
-    With a depth of 2, a GPU has its next step before it finishes the last. On a CPU, more than 1 gains
+    With a depth of 2, a GPU has its next step before it finishes the last. On a CPU, a depth above 1 gains
     nothing. Pipeline parallelism needs one step per stage."""
 
     def __init__(self, executor: Executor, depth: int, lockstep: Lockstep | None = None) -> None:

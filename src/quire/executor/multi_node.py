@@ -196,7 +196,8 @@ class NodeAgent:
         )
 
     def _serve(self, head: Connection) -> HeadEnd | None:
-        """Serve the engine until it ends; return None if the connection is lost."""
+        """Handle the engine's messages until it ends; return the last one, or None if the connection is
+        lost."""
         sending = threading.Lock()
 
         def send(message: Any) -> None:

@@ -47,7 +47,7 @@ class RayExecutor(RankedExecutor):
 
 
 class RayWorkerGroup(RemoteRanks):
-    """Ranks as Ray actors, one per bundle of a placement group; consecutive ranks share a machine."""
+    """Ranks as Ray actors, each in a bundle of a placement group; consecutive ranks share a machine."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
         self._ray = _ray()

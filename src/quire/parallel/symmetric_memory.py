@@ -15,10 +15,10 @@ from quire.parallel.group import Group, TorchGroup
 log = get_logger(__name__)
 
 ONE_SHOT_BYTES = 256 << 10
-"""Up to this size each GPU reads all values of all other GPUs, with one barrier. Beyond this size each GPU
-sums its share of the values, then reads the sums of the other shares, with two barriers."""
+"""Up to this size each GPU reads all values of all other GPUs, with one barrier. Larger tensors need two
+barriers: each GPU sums its share of the values, then reads the sums of the other shares."""
 LARGEST_BYTES = 4 << 20
-"""Bytes of the largest tensor that is summed through symmetric memory: beyond, NCCL is as fast."""
+"""Bytes of the largest tensor that is summed through symmetric memory; for larger tensors NCCL is as fast."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _TWO_SHOT_SIZES = (2, 4, 8)
 """Group sizes that torch's kernels support."""
@@ -98,8 +98,8 @@ def _open_symmetric(group: TorchGroup, device: torch.device) -> tuple[Group | No
 
 
 def why_no_symmetric_memory(seats: list[PeerAddress], links: list[list[int]]) -> str | None:
-    """Return why these GPUs cannot read each other's memory fast; None if they can. `links` are the NVLinks
-    between the GPUs of a machine."""
+    """Return why these GPUs cannot read each other's memory fast; None if they can. `links` has the number of
+    NVLinks between each pair of GPUs."""
     if len({seat.machine for seat in seats}) > 1:
         return "the GPUs are on several machines"
     used = sorted({seat.device_index for seat in seats})
