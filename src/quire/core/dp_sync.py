@@ -106,7 +106,7 @@ class Lockstep:
         self._ignore = FirstWarning(log, f"Ignored at {self._address}")
         self._agreed: tuple[int, ...] | None = None
         self._leaving = threading.Event()
-        """Set when any engine, this one included, has left: there are no more rounds."""
+        """Set when this engine or another one has left: no round can begin any more."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER if rank else zmq.ROUTER)
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_MONITORED)
         self._set_up()

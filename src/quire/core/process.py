@@ -37,7 +37,7 @@ BEAT_S = 0.1
 PAGE_S = 1.0
 """Seconds between two copies of the metrics to API server processes on other machines."""
 RETRY_S = 0.02
-"""Seconds to wait for messages when no step can be planned, a client is behind or a control call is open."""
+"""Seconds to wait for messages when no step can be planned, messages are queued or a control call is open."""
 TURN_S = 0.002
 """Least number of seconds for reading messages between two steps."""
 TURN_SHARE = 0.25
@@ -46,7 +46,7 @@ TURN_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CoreFacts:
-    """Address and metrics page of an engine core, and its place among the cores of its machine."""
+    """Address and metrics page of an engine core, and its number among the cores of its machine."""
 
     address: str
     metrics_file: Path
@@ -256,7 +256,7 @@ class CoreServer:
             self.clients.owner.pop(request_id, None)
 
     def _beat(self) -> None:
-        """Send a heartbeat to all clients that are not behind, also to clients without requests."""
+        """Send a heartbeat to all clients without queued messages, also to clients without requests."""
         now = self._clock()
         if now < self._next_beat:
             return

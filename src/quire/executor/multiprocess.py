@@ -361,7 +361,7 @@ def combine_loads(values: list[Any]) -> LoadDone:
 
 
 def combine_facts(values: list[Any]) -> AdapterFacts:
-    """Combine the facts of an adapter on all ranks; if the digests differ, hash all of them into one."""
+    """Combine the `AdapterFacts` of all ranks; if the digests differ, hash all of them into one."""
     facts = [msgspec.convert(value, AdapterFacts) for value in values]
     digests = [rank.digest for rank in facts]
     digest = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()

@@ -200,7 +200,7 @@ class RemoteRanks:
 
     @property
     def refusals(self) -> str:
-        """Return why nodes were refused in place of the missing ones, for an error message."""
+        """Return, for an error message, why nodes with the numbers of the missing nodes were refused."""
         return "".join(f"; {self._refusals[rank]}" for rank in self.missing if rank in self._refusals)
 
     def await_all(self, deadline: float, check: Callable[[], None] = lambda: None) -> bool:

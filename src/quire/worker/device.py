@@ -140,7 +140,7 @@ class Device(Protocol):
         `max_tokens` missed tokens per step."""
 
     def forget(self) -> None:
-        """Drop everything that holds addresses of weights or cache, which will move."""
+        """Drop everything that contains addresses of weights or cache: the addresses will change."""
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         """Prepare the inputs of a step and return it, ready to run."""

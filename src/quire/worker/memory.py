@@ -1,4 +1,4 @@
-"""Memory of a model beside its cache, and the memory left for the cache."""
+"""Memory that a model needs besides its cache, and the memory that remains for the cache."""
 
 import math
 import mmap

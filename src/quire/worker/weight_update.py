@@ -16,7 +16,7 @@ log = get_logger(__name__)
 
 
 class WeightUpdater:
-    """The weight updates of one worker. The model serves its old weights until `commit`."""
+    """The weight updates of one worker. Steps use the old weights until `commit`."""
 
     def __init__(
         self, model: nn.Module, twins: LayerTwins | None, backend: str, device: torch.device, index: int

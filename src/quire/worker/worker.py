@@ -68,7 +68,7 @@ class Worker:
         self.balancer: Balancer | None = None
         """Expert load balancer; None without EPLB."""
         self._needs: Needs | None = None
-        """Memory beside the cache; None for a model without a cache."""
+        """Memory that the worker needs besides the cache; None for a model without a cache."""
         self._fatal: tuple[type[Exception], ...] = (torch.AcceleratorError,)
         if self.loaded.stage.count > 1 and self.device.type == "cuda":
             self._fatal = (Exception,)  # the next stages cannot be notified without a wait
@@ -392,7 +392,7 @@ class Worker:
             self.adapters.slots.release()
 
     def _drop_cache(self) -> None:
-        """Free the cache and everything that holds its address."""
+        """Free the cache and everything that contains its address."""
         self._forget_steps()
         self._checkpoints = None
         if self.loaded.encoder is not None:

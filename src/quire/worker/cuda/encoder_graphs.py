@@ -73,7 +73,7 @@ class TowerGraphs:
         return graph(items)
 
     def forget(self) -> None:
-        """Drop all graphs: they hold addresses of weights."""
+        """Drop all graphs, since they contain addresses of weights."""
         self._graphs, self._pool, self._num_bytes = {}, None, 0
         self._counts.clear()
 

@@ -136,7 +136,7 @@ class Graphs:
                 self._mixed_graphs[adapters].insert(0, captured(shape, embeds_buffer=embeds))
 
     def forget(self) -> None:
-        """Drop all graphs: they hold addresses of weights and cache."""
+        """Drop all graphs, since they contain addresses of weights and cache."""
         self._by_size, self._sizes = {}, []
         self._verify_graphs, self._mixed_graphs = {False: {}, True: {}}, {False: [], True: []}
 

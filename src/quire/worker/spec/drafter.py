@@ -88,7 +88,7 @@ class Drafter(Protocol):
         """Return [B, most] int64, the proposed tokens; undefined where a sequence has no cache slots."""
 
     def forget(self) -> None:
-        """Drop everything that holds addresses of weights or cache, which will move."""
+        """Drop everything that contains addresses of weights or cache: the addresses will change."""
 
 
 class _DraftBatches:
