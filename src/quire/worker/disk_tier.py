@@ -70,6 +70,8 @@ class DiskTier:
         self._num_waiting_bytes = 0
         self._read_s = self._write_s = 0.0
         self._num_written_bytes = 0
+        self._lost_writes: list[bytes] = []
+        """Keys of blocks that were not written, since the last `take_report`."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._folder_lock = self._open_folder()
         self._readers = ThreadPoolExecutor(_NUM_READERS, "quire-kv-read")
@@ -120,29 +122,31 @@ class DiskTier:
 
     # ---- writing
 
-    @property
-    def num_free(self) -> int:
-        """Return how many more blocks may wait to be written."""
+    def admit(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first on, may be queued. The others are lost writes."""
         with self._lock:
             left = 0 if self.is_off else _MAX_WAITING_BYTES - self._num_waiting_bytes
-        return left // max(self.block_bytes, 1)
+            count = min(left // max(self.block_bytes, 1), len(keys))
+            self._lost_writes += keys[count:]
+        return count
 
     def write(self, keys: Sequence[bytes], contents: ContentsLater) -> None:
-        """Queue blocks for writing. Those with an empty key are skipped, and all if too many bytes wait."""
-        num_bytes = sum(map(bool, keys)) * self.block_bytes
+        """Queue blocks for writing that `admit` has counted."""
+        num_bytes = len(keys) * self.block_bytes
         with self._lock:
-            if self.is_off or self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
-                return
             self._num_waiting_bytes += num_bytes
         self._jobs.put(lambda: self._write_all(keys, contents, num_bytes))
 
     def _write_all(self, keys: Sequence[bytes], contents: ContentsLater, num_bytes: int) -> None:
+        num_written = 0
         try:
             data = contents.wait()
             began = time.monotonic()
             for key, block in zip(keys, data, strict=True):
-                if key and not self.is_off:
-                    self._write(key, block)
+                if self.is_off:
+                    break
+                self._write(key, block)
+                num_written += 1
             with self._lock:
                 self._write_s += time.monotonic() - began
                 self._num_written_bytes += num_bytes
@@ -156,6 +160,7 @@ class DiskTier:
         finally:
             with self._lock:
                 self._num_waiting_bytes -= num_bytes
+                self._lost_writes += keys[num_written:]
 
     def _write(self, key: bytes, block: Bytes) -> None:
         path = self._path(key)
@@ -198,13 +203,16 @@ class DiskTier:
             self._read_s += time.monotonic() - began
         return blocks
 
-    def take_times(self, done: LoadDone) -> None:
-        """Add to `done` the times and bytes of reads and writes since the last call, and `is_off`."""
+    def take_report(self, done: LoadDone) -> None:
+        """Add to `done` the times and bytes of reads and writes, and the keys of lost writes, since the last
+        call; set `is_off` if the tier is off."""
         with self._lock:
             done.read_s += self._read_s
             done.write_s += self._write_s
             done.written_bytes += self._num_written_bytes
             self._read_s, self._write_s, self._num_written_bytes = 0.0, 0.0, 0
+            done.lost_writes += self._lost_writes
+            self._lost_writes = []
         done.is_off = done.is_off or self.is_off
 
     def flush(self) -> None:

@@ -223,7 +223,7 @@ class KindTiers:
         """Copy entries to their host slots, and queue entries for the disk, up to its limit of waiting
         bytes."""
         written = [at for at, is_written in enumerate(stores.to_disk) if is_written]
-        written = written[: 0 if self.disk is None else self.disk.num_free]
+        written = written[: 0 if self.disk is None else self.disk.admit([stores.keys[at] for at in written])]
         others = {at for at, slot in enumerate(stores.slots) if slot}.difference(written)
         for places, keep in ((written, True), (sorted(others), False)):
             if not places:
@@ -320,7 +320,7 @@ class WorkerTiers:
         for kind in self.kinds:
             done.store_s += kind.copies.take_out_s()
             if kind.disk is not None:
-                kind.disk.take_times(done)
+                kind.disk.take_report(done)
         return done
 
     def read(self, ids: Sequence[int], out: memoryview | None, *, are_states: bool) -> NDArray[np.uint8]:
