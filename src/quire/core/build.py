@@ -189,12 +189,12 @@ def _build_drafting(config: EngineConfig) -> Drafting | None:
     on_gpu = config.machine.device == "cuda"
     proposer = None if on_gpu and spec.method == "ngram" else proposer_of(spec)
     num_kinds = 1 if proposer is None else NUM_DRAFT_KINDS
-    pace = AdaptiveDraftLength(
+    draft_length = AdaptiveDraftLength(
         max_rows=config.scheduler.max_num_seqs, max_drafts=max_drafts, num_kinds=num_kinds
     )
     max_samples = MAX_SAMPLES if on_gpu else None
     return Drafting(
-        pace,
+        draft_length,
         proposer,
         max_drafts=max_drafts,
         ahead=on_gpu,

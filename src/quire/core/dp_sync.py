@@ -104,7 +104,8 @@ class Lockstep:
         self._open_fds: set[int] = set()
         """Hub: file descriptors of all open connections."""
         self._ignore = FirstWarning(log, f"Ignored at {self._address}")
-        self._agreed: tuple[int, ...] | None = None
+        self._round_counts: tuple[int, ...] | None = None
+        """Counts of all engines in the last round; None within a round."""
         self._leaving = threading.Event()
         """Set when this engine or another one has left: no round can begin any more."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER if rank else zmq.ROUTER)
@@ -255,7 +256,7 @@ class Lockstep:
             self._handle(self.socket.recv_multipart())
         return self._is_called
 
-    def agreed(self, plan: StepPlan | None) -> StepPlan | None:
+    def join_round(self, plan: StepPlan | None) -> StepPlan | None:
         """Return the plan with the token counts of all engines. If only other engines have work, return a
         plan without rows; if no engine has work, return None."""
         counts = self._exchange(0 if plan is None else plan.total_tokens)
@@ -268,19 +269,19 @@ class Lockstep:
         return plan
 
     def _exchange(self, num_tokens: int) -> tuple[int, ...]:
-        self._agreed = None
+        self._round_counts = None
         if self.rank:
             self.socket.send(_encode(Count(self._round, num_tokens)))
         else:
             self._add_count(0, num_tokens)
         deadline = time.monotonic() + self._timeout_s
-        while self._agreed is None:
+        while self._round_counts is None:
             if self._leaving.is_set():
                 raise EngineDead("an engine with some of the experts has ended")
             self._check_time(deadline)
             if self.socket.poll(SLICE_MS):
                 self._handle(self.socket.recv_multipart())
-        return self._agreed
+        return self._round_counts
 
     def _handle(self, parts: list[bytes]) -> None:
         identity, data = parts[0], parts[-1]
@@ -336,7 +337,7 @@ class Lockstep:
         self._end_round(counts)
 
     def _end_round(self, counts: tuple[int, ...]) -> None:
-        self._agreed, self._is_called = counts, False
+        self._round_counts, self._is_called = counts, False
         self._round += 1
 
     def _send(self, rank: int, data: bytes) -> None:

@@ -49,9 +49,9 @@ class StepQueue:
         """Whether other engines have begun a round, so that this engine must take part in their step."""
         return self.lockstep is not None and self.lockstep.is_called
 
-    def agreed(self, plan: StepPlan | None) -> StepPlan | None:
+    def join_round(self, plan: StepPlan | None) -> StepPlan | None:
         """Return the next step, synchronized with the other engines. The result must be submitted."""
-        return plan if self.lockstep is None else self.lockstep.agreed(plan)
+        return plan if self.lockstep is None else self.lockstep.join_round(plan)
 
     def submit(self, plan: StepPlan) -> None:
         pending = self._failed_step or self._launch(plan)

@@ -20,7 +20,7 @@ _STORE_BYTES = 128 << 20
 """Size limit in bytes of each of the two device buffers through which entries leave to the host. A step waits
 if it evicts more than both buffers hold: with a prompt of 8,192 tokens, entries not copied ahead are up to
 200 MiB."""
-_STORE_SHARE = 128
+_STORE_DIVISOR = 128
 """The size limit of a buffer to the host is also the cache's size divided by this, but at least
 `_LOAD_BYTES`."""
 
@@ -63,7 +63,7 @@ class CudaBlockCopies:
         self._load_buffers = self._new_buffers(_LOAD_BYTES)
         cache_bytes = size * entries.num_entries
         self._store_buffers = self._new_buffers(
-            min(_STORE_BYTES, max(_LOAD_BYTES, cache_bytes // _STORE_SHARE))
+            min(_STORE_BYTES, max(_LOAD_BYTES, cache_bytes // _STORE_DIVISOR))
         )
         self._part_rows = rows_pinned_together(size) if size else 1
         self._ahead_copied = torch.cuda.Event()
