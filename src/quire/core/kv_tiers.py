@@ -4,7 +4,7 @@ import shutil
 from concurrent.futures import Future
 from pathlib import Path
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import GIB, EngineConfig
 from quire.config.kv_offloading import default_host_bytes
 from quire.config.kv_transfer import TransferSettings
 from quire.core.kv_transfer import Producer
@@ -20,8 +20,6 @@ from quire.sched.tier_index import EntryTiers, TierIndex
 from quire.system.platform import free_memory
 
 log = get_logger(__name__)
-
-GIB = 1 << 30
 
 
 class ExecutorCopies:

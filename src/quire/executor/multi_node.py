@@ -29,13 +29,13 @@ from quire.executor.tcp import (
     configure_socket,
     decode_from_head,
     encode,
-    free_url,
     interface_to,
 )
 from quire.executor.worker_group import LocalRanks
 from quire.executor.worker_process import local_ranks, world_size
 from quire.logs import get_logger
 from quire.system.cluster_token import cluster_token
+from quire.system.node_registry import free_address
 from quire.version import __version__
 
 log = get_logger(__name__)
@@ -93,7 +93,7 @@ class MultiNodeRanks(RemoteRanks):
             self.end_reason = str(error)
             self.end()
             raise
-        init_method, interface = free_url(parallel.master_addr), interface_to(parallel.master_addr)
+        init_method, interface = free_address(parallel.master_addr), interface_to(parallel.master_addr)
         places = [local_ranks(config, rank, init_method, interface) for rank in range(parallel.nnodes)]
         self.names = [place.name for node in places for place in node]
         self._local_sends_results = any(place.sends_results for place in places[0])
