@@ -12,6 +12,7 @@ from quire.data.kv_events import DISK, HOST
 from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
 from quire.errors import ConfigError
 from quire.executor import Executor
+from quire.executor.worker_process import world_size
 from quire.logs import get_logger
 from quire.memory import human
 from quire.sched.kv_manager import KVManager
@@ -84,12 +85,11 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
 def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> float:
     """Return the default size of the host tier in GiB; 0 if one entry of each kind would not fit."""
     parallel = config.parallel
-    num_engines = parallel.data_parallel_size_local or parallel.data_parallel_size
     num_bytes = default_host_bytes(
         free,
         sum(kind.pool.num_usable * kind.entry_bytes for kind in kinds),
-        num_devices=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-        num_engines=num_engines,
+        num_devices=world_size(parallel),
+        num_engines=parallel.data_parallel_size_local or parallel.data_parallel_size,
     )
     return num_bytes / GIB if num_bytes >= sum(kind.entry_bytes for kind in kinds) else 0.0
 

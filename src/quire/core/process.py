@@ -23,6 +23,7 @@ from quire.data.stats import FrontStats, StepStats
 from quire.data.step_plan import FinishReason, StepOutput, split_by_owner
 from quire.data.wire import Abort, Add, ControlCall, Heartbeat, Hello, Missing, Ready, StepDone, ToCore
 from quire.errors import EngineDead, QuireError
+from quire.executor.worker_process import world_size
 from quire.logs import get_logger
 from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
@@ -116,7 +117,7 @@ def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
     """Assign GPUs to this core if several cores share the machine, before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if config.machine.device == "cuda" and facts.num_local > 1 and not shared:
-        count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        count = world_size(config.parallel)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(
             facts.index, count, visible=visible, num_devices=config.machine.num_devices

@@ -3,7 +3,7 @@
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
@@ -89,6 +89,15 @@ def free_bytes(machine: Machine) -> int:
     if machine.device == "cuda":
         return torch.cuda.mem_get_info()[0]
     return min(psutil.virtual_memory().available, machine.free_bytes)
+
+
+def measure_peak(run: Callable[[], object]) -> int:
+    """Return the peak bytes that a run on a GPU allocates, beyond what was allocated before."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> CacheRoom:

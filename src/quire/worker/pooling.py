@@ -23,7 +23,7 @@ from quire.models.pooling import PoolingModel
 from quire.worker.cpu import Done
 from quire.worker.device import Model, blank_batch
 from quire.worker.input_buffers import StepBuffers, bytes_of, tensors
-from quire.worker.memory import Needs
+from quire.worker.memory import Needs, measure_peak
 from quire.worker.multimodal.bidirectional import last_visible_in_prompts
 from quire.worker.rows import Rows
 
@@ -226,12 +226,12 @@ class PoolingRunner:
             )
             return Needs(weights, activations, other=partial_bytes)
         batch = self._dummy_batch(limits.max_num_batched_tokens, config.model.max_model_len)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        hidden = self._forward(batch)
-        self._vectors(hidden[:_PART].float(), self.pooling.tasks[0])
-        torch.cuda.synchronize()
-        activations = torch.cuda.max_memory_allocated() - before
+
+        def run() -> None:
+            hidden = self._forward(batch)
+            self._vectors(hidden[:_PART].float(), self.pooling.tasks[0])
+
+        activations = measure_peak(run)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return Needs(weights, activations, other=total - free - weights - bound)

@@ -20,6 +20,7 @@ from quire.worker.cuda.draft_verify import Speculation
 from quire.worker.cuda.graphs import verify_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling, sample_tokens
 from quire.worker.device import ForwardResult, Model, blank_batch
+from quire.worker.memory import measure_peak
 
 _LONG_STEP = 4096
 """Most tokens of a prompt that is run to compile kernels."""
@@ -76,11 +77,7 @@ class DummyBatches:
     ) -> int:
         """Return the peak bytes that `compute` allocates for a step, and then `then` for its result."""
         dummy_step = self.make(self.split(num_tokens, num_seqs), self.model.lora_variants[-1])
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        then(compute(*dummy_step))
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return measure_peak(lambda: then(compute(*dummy_step)))
 
     def compile(
         self,

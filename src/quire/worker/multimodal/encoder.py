@@ -21,7 +21,7 @@ from quire.parallel.group import ALONE, Group
 from quire.sampling.transfer import to_device
 from quire.system.shared_arena import ArenaView
 from quire.worker.cuda.encoder_graphs import MOST_VECTORS, TowerGraphs
-from quire.worker.memory import Needs
+from quire.worker.memory import Needs, measure_peak
 from quire.worker.multimodal.embeds import EmbedsBuffer
 from quire.worker.rows import Rows
 
@@ -218,15 +218,15 @@ class MediaEncoder:
         if self.device.type != "cuda":
             widest = max((max(weight.shape) for weight in _matrices(self.tower)), default=self.width)
             return num_vectors * _PLACES_PER_VECTOR * _COPIES * widest * self.dtype.itemsize
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         count = max(num_vectors // max(largest, 1), 1)
-        with torch.inference_mode():
+
+        @torch.inference_mode()
+        def encode() -> None:
             arrays = self.tower.blank(modality, largest)
             item = {name: array.to(self.device) for name, array in arrays.items()}
             self.tower.encode(modality, [item] * count)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+
+        return measure_peak(encode)
 
 
 def pixel_values(pixels: Tensor, table: Tensor) -> Tensor:
