@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.config.expert_placement import Placement, Strategy, initial_placement
-from quire.parallel.group import ALONE, Group
+from quire.parallel.group import Group
 from quire.parallel.world import World
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,9 +84,13 @@ class ExpertDispatch:
     is_counted = False
     """Whether layers count how many tokens each expert gets."""
 
-    def __init__(self, group: Group, *, strategy: Strategy = "linear", num_redundant: int = 0) -> None:
-        self.group = group
+    def __init__(
+        self, group: Group, tp: Group, *, strategy: Strategy, num_redundant: int, num_few: int
+    ) -> None:
+        self.group, self.tp = group, tp
         self.strategy, self.num_redundant = strategy, num_redundant
+        self.num_few = num_few
+        """Largest number of tokens of a step that `SendDispatch` gathers."""
 
     def place(self, num_experts: int, device: torch.device) -> ExpertPlaces:
         """Return the slots of one MoE layer's experts, at their initial placement."""
@@ -110,12 +114,6 @@ class ExpertDispatch:
 class _DataParallelDispatch(ExpertDispatch):
     """Dispatch between engines with different tokens. Tensor-parallel ranks have the same tokens; each of
     them dispatches an equal part."""
-
-    def __init__(
-        self, group: Group, tp: Group = ALONE, *, strategy: Strategy = "linear", num_redundant: int = 0
-    ) -> None:
-        super().__init__(group, strategy=strategy, num_redundant=num_redundant)
-        self.tp = tp
 
     def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
         """Return the bytes of all engines' tokens and of the outputs."""
@@ -173,19 +171,6 @@ class SendDispatch(GatherDispatch):
     gathering of the base class.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        tp: Group = ALONE,
-        *,
-        strategy: Strategy = "linear",
-        num_redundant: int = 0,
-        num_few: int = 0,
-    ) -> None:
-        super().__init__(group, tp, strategy=strategy, num_redundant=num_redundant)
-        self.num_few = num_few
-        """Largest number of tokens of a step that is gathered instead of sent."""
-
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None
     ) -> Tensor:
@@ -216,8 +201,6 @@ def open_dispatch(
     group, tp = world.ep, world.tp
     if group.size == 1:
         return None
-    if group.size == tp.size:
-        return ExpertDispatch(group, strategy=strategy, num_redundant=num_redundant)
-    if backend == "all2all":
-        return SendDispatch(group, tp, strategy=strategy, num_redundant=num_redundant, num_few=num_few)
-    return GatherDispatch(group, tp, strategy=strategy, num_redundant=num_redundant)
+    kind: type[ExpertDispatch] = SendDispatch if backend == "all2all" else GatherDispatch
+    kind = ExpertDispatch if group.size == tp.size else kind
+    return kind(group, tp, strategy=strategy, num_redundant=num_redundant, num_few=num_few)
