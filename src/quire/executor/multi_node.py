@@ -20,6 +20,7 @@ from quire.executor.tcp import (
     LOOK_S,
     HeadEnd,
     Join,
+    Node,
     OrderMessage,
     PlanMessage,
     RankMessage,
@@ -28,7 +29,6 @@ from quire.executor.tcp import (
     Welcome,
     configure_socket,
     decode_from_head,
-    encode,
     interface_to,
 )
 from quire.executor.worker_group import LocalRanks
@@ -198,12 +198,7 @@ class NodeAgent:
     def _serve(self, head: Connection) -> HeadEnd | None:
         """Handle the engine's messages until it ends; return the last one, or None if the connection is
         lost."""
-        sending = threading.Lock()
-
-        def send(message: Any) -> None:
-            with sending, contextlib.suppress(OSError):
-                head.send_bytes(encode(message))
-
+        send = Node(0, self.config.parallel.master_addr, head).send
         try:
             send(Join(self.config.parallel.node_rank, shared_settings(self.config), self._token))
             while True:
