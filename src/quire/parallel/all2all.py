@@ -189,9 +189,9 @@ class SendDispatch(GatherDispatch):
         routing = torch.cat((at, local_weights.view(torch.int32)), 1)[tokens]
         slots, slot_weights = _split_routing(self.group.all_to_all(routing, sent, received))
         arrived = self.group.all_to_all(rows[tokens], sent, received)
-        made = self.group.all_to_all(mix(arrived, places.here(slots), slot_weights), received, sent)
-        out = torch.zeros(len(rows), made.shape[1], dtype=torch.float32, device=x.device)
-        return self._restore(out.index_add_(0, tokens, made.float()).to(made.dtype), x, first)
+        returned = self.group.all_to_all(mix(arrived, places.here(slots), slot_weights), received, sent)
+        out = torch.zeros(len(rows), returned.shape[1], dtype=torch.float32, device=x.device)
+        return self._restore(out.index_add_(0, tokens, returned.float()).to(returned.dtype), x, first)
 
 
 def open_dispatch(
