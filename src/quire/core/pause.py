@@ -9,8 +9,9 @@ from quire.errors import RequestError
 
 
 class PauseState:
-    """Which steps the core may plan: all if it is open, none if it is shut. While it drains, it may plan only
-    steps of admitted requests. Requests that arrive meanwhile wait outside the scheduler, in order."""
+    """State that decides which steps the core may plan. If it is open, the core plans all steps; if it is
+    shut, none; while it drains, only steps of admitted requests. Requests that arrive while it is not open
+    wait outside the scheduler, in order."""
 
     def __init__(self) -> None:
         self.is_open = True

@@ -71,7 +71,7 @@ class ExpertPlaces:
         return self._local[self._clamp(ids)] if self._places.shape[1] == 1 else self.here(self.of(ids))
 
     def _clamp(self, ids: Tensor) -> Tensor:
-        """Clamp expert ids to valid ones: the ids are undefined when kernels are only compiled."""
+        """Return ids within the valid range: the ids are undefined when kernels are only compiled."""
         return ids.clamp(-1, self.num_experts - 1) if ids.is_cuda else ids
 
 

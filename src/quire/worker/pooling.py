@@ -195,7 +195,7 @@ class PoolingRunner:
         return vectors
 
     def _finish_rows(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
-        """Post-process the vectors of rows; rows with the same parameters, usually all, are batched."""
+        """Finish the vectors of rows; rows with the same parameters, usually all, are finished together."""
         outputs: dict[int, Pooled] = {}
         groups: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):

@@ -47,7 +47,7 @@ class RemoteEngines:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`layout` describes the model and its cache; it must be the same in all engines."""
+        """Set the `layout`, which describes the model and its cache, and must be the same in all engines."""
         self.layout, self.token = layout, token
         self.digest = layout_digest(layout)
         self.timeout_s = timeout_s
