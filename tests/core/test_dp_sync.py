@@ -58,7 +58,7 @@ def test_lockstep_rounds() -> None:
             if not counts[rank] and any(counts):
                 while not lockstep.is_called:
                     time.sleep(0.001)
-            agreed = lockstep.agreed(plan_of(counts[rank]) if counts[rank] else None)
+            agreed = lockstep.join_round(plan_of(counts[rank]) if counts[rank] else None)
             assert agreed is None or (agreed.total_tokens == counts[rank])
             seen[rank].append(None if agreed is None else agreed.counts)
         assert not lockstep.is_called

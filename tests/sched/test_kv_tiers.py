@@ -78,6 +78,21 @@ def test_workers_are_asked_for_the_times_of_stores() -> None:
     assert engine.tiers.stores.disk_is_off
 
 
+def test_entries_that_a_worker_could_not_write_are_not_looked_up() -> None:
+    """Catches entries that stay indexed without a file, so that requests wait for loads that must fail."""
+    engine = TieredEngine(num_blocks=12, num_files=100, waits=True)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    engine.now = 2.0
+    answer(engine, "next", prompt_of(9, 9))
+    ((_, future),) = engine.copier.loads
+    engine.copier.loads.clear()
+    future.set_result(LoadDone(lost_writes=[*engine.copier.files]))
+    answer(engine, "last", prompt_of(10, 9))
+    assert answer(engine, "again", prompt_of(0, 21)) == 0
+    engine.check_tiers()
+
+
 def test_without_a_tier_the_prefix_is_lost() -> None:
     engine = TieredEngine(num_blocks=12, num_host=1)
     answer(engine, "first", prompt_of(0, 21))
@@ -347,7 +362,7 @@ class Event:
 EVENTS = st.lists(
     st.builds(
         Event,
-        kind=st.sampled_from([*["add", "step", "finish"] * 3, "lose", "abort", "fail", "reset"]),
+        kind=st.sampled_from([*["add", "step", "finish"] * 3, "lose", "lose file", "abort", "fail", "reset"]),
         family=st.integers(0, 3),
         length=st.integers(1, 30),
         count=st.integers(1, 10),
@@ -398,6 +413,8 @@ def test_any_interleaving_of_copies_ends_with_all_blocks_accounted_for(
                 engine.copier.finish(event.length % len(loads))
             case "lose" if loads:
                 engine.copier.finish(event.length % len(loads), lost=event.count % len(loads[0][0].keys))
+            case "lose file":
+                engine.lose_file(event.length)
             case "abort" if prompts:
                 engine.abort([*prompts][event.length % len(prompts)])
             case "fail" if engine.scheduler.in_flight and engine.device.is_quiet:

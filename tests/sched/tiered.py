@@ -167,6 +167,14 @@ class TieredEngine(Engine):
             assert all(block.num_users == users[block.id] for block in pool.blocks[1:])
             assert pool.num_free == pool.num_usable - len(users)
 
+    def lose_file(self, number: int) -> None:
+        """Let a worker report that it has not written one of the files that are not being read."""
+        pins = {key for kind in self.tiers.stores.kinds if kind.disk is not None for key in kind.disk._pins}
+        if files := [key for key in self.copier.files if key not in pins]:
+            key = files[number % len(files)]
+            del self.copier.files[key]
+            self.tiers._count(LoadDone(lost_writes=[key]))
+
     def finish_all(self) -> None:
         while self.copier.loads:
             self.copier.finish(0)

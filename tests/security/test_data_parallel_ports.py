@@ -117,7 +117,7 @@ class Engines:
         def step(rank: int) -> None:
             plan = StepPlan.idle(0)
             plan.rows, plan.total_tokens = np.zeros(1, np.int32), counts[rank]
-            agreed = self.steps[rank].agreed(plan)
+            agreed = self.steps[rank].join_round(plan)
             seen[rank] = agreed and agreed.counts
 
         threads = [threading.Thread(target=step, args=(rank,), daemon=True) for rank in self.steps]

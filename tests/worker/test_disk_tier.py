@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.data.kv_tiers import LoadDone
 from quire.errors import ConfigError
 from quire.worker import disk_tier
 from quire.worker.disk_tier import HEADER_BYTES, DiskTier
@@ -35,7 +36,7 @@ def files(folder: Path) -> list[Path]:
 
 def test_blocks_survive_a_restart(tmp_path: Path) -> None:
     tier = opened(tmp_path)
-    tier.write([KEYS[0], b"", KEYS[2]], contents(0, 1, 2))
+    tier.write([KEYS[0], KEYS[2]], contents(0, 2))
     tier.close()
     again = opened(tmp_path)
     assert sorted(again.keys()) == [KEYS[0], KEYS[2]]
@@ -153,16 +154,25 @@ def test_a_full_disk_turns_the_tier_off_with_one_warning(
     assert tier.is_off and len(lines) == 1 and "No space left on device" in lines[0]
     assert tier.read(KEYS[:2])[0] is not None, "what is there is still read"
     assert files(tmp_path) == [tier._path(KEYS[0])], "no unfinished file is left"
+    assert lost_writes(tier) == KEYS[1:]
     tier.close()
 
 
-def test_too_many_waiting_blocks_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def lost_writes(tier: DiskTier) -> list[bytes]:
+    done = LoadDone()
+    tier.take_report(done)
+    return done.lost_writes
+
+
+def test_blocks_beyond_the_limit_of_waiting_writes_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_tier, "_MAX_WAITING_BYTES", 2 * SIZE)
     tier = opened(tmp_path)
-    tier.write(KEYS[:3], contents(0, 1, 2))
-    assert tier.read(KEYS[:3]) == [None] * 3
+    assert tier.admit(KEYS[:3]) == 2
     tier.write(KEYS[:2], contents(0, 1))
     assert None not in [block if block is None else 1 for block in tier.read(KEYS[:2])]
+    assert lost_writes(tier) == [KEYS[2]] and lost_writes(tier) == []
     tier.close()
 
 

@@ -27,7 +27,7 @@ _ALLOWED = {"bidirectional_kv_xfer": (False,), "enforce_handshake_compat": (True
 """Keys of kv_connector_extra_config with the only value that Quire supports."""
 _POLICIES = ("recompute", "fail")
 _ENGINE_ID = re.compile(r"\w[\w.-]{0,127}")
-_LAST_PORT = 65535
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def _peers(extra: Mapping[str, Any]) -> tuple[tuple[str, int | None], ...]:
 def _peer(text: str) -> tuple[str, int | None]:
     """Parse `host`, `host:port` or `[IPv6]:port`."""
     parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::(\d{1,5}))?", text)
-    if parts is None or (parts[3] is not None and not 1 <= int(parts[3]) <= _LAST_PORT):
+    if parts is None or (parts[3] is not None and not 1 <= int(parts[3]) <= LAST_PORT):
         raise ConfigError(f"kv_connector_extra_config: peer {text!r} must be host, host:port or [IPv6]:port")
     return parts[1] or parts[2], None if parts[3] is None else int(parts[3])
 

@@ -132,7 +132,7 @@ def build_scheduler(
 
 def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
     share, unit = config.cache.enable_prefix_caching, config.cache.mamba_block_size
-    states, off_reason = None, _why_no_prefixes(config)
+    states, off_reason = None, "" if share else _why_no_prefixes(config)
     if unit is not None and not cache.num_checkpoints:
         log.warning(
             "Prefix caching is off: no memory is left for checkpoints of SSM states. Lower max_num_seqs (%d)"
@@ -166,8 +166,10 @@ def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
 
 
 def _why_no_prefixes(config: EngineConfig) -> str:
-    """Return the reason to report for cache misses if prefix caching is off; else the result is not used."""
+    """Return why prefix caching is off, as the reason to report for cache misses."""
     pooling, facts = config.pooling, config.checkpoint.facts
+    if facts.borrowed is not None and facts.borrowed.own_cache:
+        return "the model keeps the cache of transformers, not blocks"
     if facts.encoder is not None:
         return "the model is an encoder"
     if pooling is not None and pooling.bidirectional:
@@ -187,12 +189,12 @@ def _build_drafting(config: EngineConfig) -> Drafting | None:
     on_gpu = config.machine.device == "cuda"
     proposer = None if on_gpu and spec.method == "ngram" else proposer_of(spec)
     num_kinds = 1 if proposer is None else NUM_DRAFT_KINDS
-    pace = AdaptiveDraftLength(
+    draft_length = AdaptiveDraftLength(
         max_rows=config.scheduler.max_num_seqs, max_drafts=max_drafts, num_kinds=num_kinds
     )
     max_samples = MAX_SAMPLES if on_gpu else None
     return Drafting(
-        pace,
+        draft_length,
         proposer,
         max_drafts=max_drafts,
         ahead=on_gpu,

@@ -21,7 +21,7 @@ MAX_QUEUED_BYTES = 32 << 20
 
 
 class Queue:
-    """Messages that ZMQ could not take, in order, each with the ids of the requests that it ends."""
+    """Messages that ZMQ could not send yet, in order, each with the ids of the requests that it ends."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -71,7 +71,7 @@ class Clients:
         self.owner: dict[str, bytes] = {}
         """Client of each request, by request id."""
         self.queues: dict[bytes, Queue] = {}
-        """Queues of clients that are behind; never empty."""
+        """Queues of messages to clients that read too slowly; an empty queue is removed."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -116,7 +116,7 @@ class Clients:
             self._ignore("a Hello with another token")
 
     def send(self, client: bytes, message: FromCore) -> None:
-        """Send a message after all earlier messages, or queue it if the client is behind."""
+        """Send a message, or queue it if earlier messages are queued or ZMQ's buffer is full."""
         data = encode(message)
         if client not in self.queues and self._offer(client, data):
             return
@@ -126,7 +126,7 @@ class Clients:
             self._overflow(client, queue)
 
     def flush(self) -> None:
-        """Send queued messages as far as ZMQ takes them."""
+        """Send queued messages until ZMQ accepts no more."""
         for client, queue in list(self.queues.items()):
             while client in self.queues and self._offer(client, queue.first):
                 queue.pop()

@@ -190,7 +190,7 @@ class Operator:
     # ---- adapters
 
     def add_adapter(self, lora: LoRARequest | Mapping[str, Any]) -> Work:
-        """Read a LoRA adapter if it is new, wait for it, and return its facts."""
+        """Read a LoRA adapter if it is new, wait for it, and return its `AdapterFacts`."""
         lora = msgspec.convert(lora, LoRARequest)
         if self.core.pause_state.asleep:
             raise RequestError("the engine sleeps: wake it up first")

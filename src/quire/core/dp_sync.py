@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 SLICE_MS = 1000
 BEAT_MS, SILENCE_MS = 5_000, 30_000
-"""Milliseconds between heartbeats, and without a heartbeat until a machine counts as lost. The end of a
+"""Milliseconds between heartbeats, and milliseconds without one until a machine counts as lost. The end of a
 process is noticed at once."""
 MAX_BYTES = 64 << 10
 """Size limit of a message in bytes; ZMQ closes connections that send a larger message."""
@@ -79,15 +79,15 @@ class _Engine:
 
 
 class Lockstep:
-    """One engine's part in rounds: in each, all engines exchange the number of tokens of their next step.
+    """One engine's part in rounds: in each round, all engines exchange the number of tokens of their next
+    step.
 
     An engine with work begins a round, and the first engine, which is the hub, calls the others into it. A
     call into a finished round is ignored. If no engine has a token there is no step, and all engines are idle
     until the next round. If an engine is lost, all engines end: they would wait for it within a step.
 
     Other hosts may reach the hub's port. The hub accepts only connections that begin with a Hello of an
-    expected rank and the shared token; all other messages are ignored.
-    """
+    expected rank and the shared token; all other messages are ignored."""
 
     def __init__(self, rank: int, size: int, address: str, *, token: str, timeout_s: float = 600.0) -> None:
         self.rank, self.size = rank, size
@@ -104,9 +104,10 @@ class Lockstep:
         self._open_fds: set[int] = set()
         """Hub: file descriptors of all open connections."""
         self._ignore = FirstWarning(log, f"Ignored at {self._address}")
-        self._agreed: tuple[int, ...] | None = None
+        self._round_counts: tuple[int, ...] | None = None
+        """Counts of all engines in the last round; None within a round."""
         self._leaving = threading.Event()
-        """Set when any engine, this one included, has left: there are no more rounds."""
+        """Set when this engine or another one has left: no round can begin any more."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER if rank else zmq.ROUTER)
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_MONITORED)
         self._set_up()
@@ -255,9 +256,9 @@ class Lockstep:
             self._handle(self.socket.recv_multipart())
         return self._is_called
 
-    def agreed(self, plan: StepPlan | None) -> StepPlan | None:
-        """Return the plan with the counts of all engines. If only other engines have work, return a plan
-        without rows; if no engine has work, return None."""
+    def join_round(self, plan: StepPlan | None) -> StepPlan | None:
+        """Return the plan with the token counts of all engines. If only other engines have work, return a
+        plan without rows; if no engine has work, return None."""
         counts = self._exchange(0 if plan is None else plan.total_tokens)
         if not any(counts):
             assert plan is None
@@ -268,19 +269,19 @@ class Lockstep:
         return plan
 
     def _exchange(self, num_tokens: int) -> tuple[int, ...]:
-        self._agreed = None
+        self._round_counts = None
         if self.rank:
             self.socket.send(_encode(Count(self._round, num_tokens)))
         else:
             self._add_count(0, num_tokens)
         deadline = time.monotonic() + self._timeout_s
-        while self._agreed is None:
+        while self._round_counts is None:
             if self._leaving.is_set():
                 raise EngineDead("an engine with some of the experts has ended")
             self._check_time(deadline)
             if self.socket.poll(SLICE_MS):
                 self._handle(self.socket.recv_multipart())
-        return self._agreed
+        return self._round_counts
 
     def _handle(self, parts: list[bytes]) -> None:
         identity, data = parts[0], parts[-1]
@@ -336,7 +337,7 @@ class Lockstep:
         self._end_round(counts)
 
     def _end_round(self, counts: tuple[int, ...]) -> None:
-        self._agreed, self._is_called = counts, False
+        self._round_counts, self._is_called = counts, False
         self._round += 1
 
     def _send(self, rank: int, data: bytes) -> None:

@@ -68,7 +68,7 @@ class EngineCore:
         """Launch as many steps as the queue and the scheduler allow."""
         constraints = self.scheduler.constraints
         while self.step_queue.has_room(constraints.has_begun):
-            plan = self.step_queue.agreed(None if self.pause_state.is_shut else self.scheduler.plan())
+            plan = self.step_queue.join_round(None if self.pause_state.is_shut else self.scheduler.plan())
             if plan is None:
                 break
             self.sample_tokens()

@@ -4,7 +4,7 @@ import shutil
 from concurrent.futures import Future
 from pathlib import Path
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import GIB, EngineConfig
 from quire.config.kv_offloading import default_host_bytes
 from quire.config.kv_transfer import TransferSettings
 from quire.core.kv_transfer import Producer
@@ -12,6 +12,7 @@ from quire.data.kv_events import DISK, HOST
 from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
 from quire.errors import ConfigError
 from quire.executor import Executor
+from quire.executor.worker_process import world_size
 from quire.logs import get_logger
 from quire.memory import human
 from quire.sched.kv_manager import KVManager
@@ -20,8 +21,6 @@ from quire.sched.tier_index import EntryTiers, TierIndex
 from quire.system.platform import free_memory
 
 log = get_logger(__name__)
-
-GIB = 1 << 30
 
 
 class ExecutorCopies:
@@ -86,12 +85,11 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
 def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> float:
     """Return the default size of the host tier in GiB; 0 if one entry of each kind would not fit."""
     parallel = config.parallel
-    num_engines = parallel.data_parallel_size_local or parallel.data_parallel_size
     num_bytes = default_host_bytes(
         free,
         sum(kind.pool.num_usable * kind.entry_bytes for kind in kinds),
-        num_devices=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-        num_engines=num_engines,
+        num_devices=world_size(parallel),
+        num_engines=parallel.data_parallel_size_local or parallel.data_parallel_size,
     )
     return num_bytes / GIB if num_bytes >= sum(kind.entry_bytes for kind in kinds) else 0.0
 
@@ -133,7 +131,8 @@ def _num_entries(name: str, gib: float, kinds: list[EntryTiers], free: int, plac
 
 
 def _free_on_disk(folder: Path) -> int:
-    """Return the bytes for a tier on a disk: its free bytes plus the bytes of the tier's files."""
+    """Return the bytes that a tier in this directory may use: the disk's free bytes and those of its
+    files."""
     folder = folder.expanduser()
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     files = (path for path in folder.glob("*/*/*.kv"))

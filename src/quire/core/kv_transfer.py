@@ -12,7 +12,7 @@ import zmq
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.kv_identity import layout_digest, transfer_layout
-from quire.config.kv_transfer import TransferSettings
+from quire.config.kv_transfer import LAST_PORT, TransferSettings
 from quire.data.kv_transfer import EntriesRead, ReadEntries
 from quire.errors import ConfigError
 from quire.executor import Executor
@@ -26,7 +26,6 @@ log = get_logger(__name__)
 
 MAX_BYTES = 1 << 20
 """Size limit in bytes of a message from another engine; ZMQ closes connections that send a larger message."""
-_LAST_PORT = 65535
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ReadEntries).decode
 
@@ -118,10 +117,8 @@ class Producer:
         env, rank = Env.read(os.environ), config.parallel.data_parallel_rank or 0
         host, port = env.kv.nixl_side_channel_host, env.kv.nixl_side_channel_port
         port += rank if port else 0
-        if not 0 <= port <= _LAST_PORT:
-            raise ConfigError(
-                f"VLLM_NIXL_SIDE_CHANNEL_PORT: {port} is not a port; use one up to {_LAST_PORT}"
-            )
+        if not 0 <= port <= LAST_PORT:
+            raise ConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT: {port} is not a port; use one up to {LAST_PORT}")
         engine_id = settings.engine_id or uuid.uuid4().hex
         if config.parallel.data_parallel_size > 1:
             engine_id += f"_dp{rank}"

@@ -9,8 +9,9 @@ from quire.errors import RequestError
 
 
 class PauseState:
-    """The steps that may be planned. Open: all. Shut: none. Draining: only steps of admitted requests.
-    Requests that arrive while the core is shut or draining wait outside the scheduler, in order."""
+    """State that decides which steps the core may plan. If it is open, the core plans all steps; if it is
+    shut, none; while it drains, only steps of admitted requests. Requests that arrive while it is not open
+    wait outside the scheduler, in order."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -19,7 +20,7 @@ class PauseState:
         self.level = 0
         """Sleep level: 0, awake; 1, weights are in host memory; 2, weights are dropped."""
         self.asleep: set[str] = set()
-        """Parts of the workers' memory that are asleep."""
+        """Parts of the workers' memory that are asleep: weights, KV cache, or both."""
         self.is_unsure = False
         """Whether a call to sleep has not succeeded, so that workers may be in different states."""
         self.weight_version = DEFAULT_VERSION

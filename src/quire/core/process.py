@@ -23,6 +23,7 @@ from quire.data.stats import FrontStats, StepStats
 from quire.data.step_plan import FinishReason, StepOutput, split_by_owner
 from quire.data.wire import Abort, Add, ControlCall, Heartbeat, Hello, Missing, Ready, StepDone, ToCore
 from quire.errors import EngineDead, QuireError
+from quire.executor.worker_process import world_size
 from quire.logs import get_logger
 from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
@@ -37,7 +38,7 @@ BEAT_S = 0.1
 PAGE_S = 1.0
 """Seconds between two copies of the metrics to API server processes on other machines."""
 RETRY_S = 0.02
-"""Seconds to wait for messages when no step can be planned, a client is behind or a control call is open."""
+"""Seconds to wait for messages when no step can be planned, messages are queued or a control call is open."""
 TURN_S = 0.002
 """Least number of seconds for reading messages between two steps."""
 TURN_SHARE = 0.25
@@ -46,7 +47,7 @@ TURN_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CoreFacts:
-    """Address and metrics page of an engine core, and its place among the cores of its machine."""
+    """Address and metrics page of an engine core, and its number among the cores of its machine."""
 
     address: str
     metrics_file: Path
@@ -116,7 +117,7 @@ def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
     """Assign GPUs to this core if several cores share the machine, before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if config.machine.device == "cuda" and facts.num_local > 1 and not shared:
-        count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        count = world_size(config.parallel)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(
             facts.index, count, visible=visible, num_devices=config.machine.num_devices
@@ -256,7 +257,7 @@ class CoreServer:
             self.clients.owner.pop(request_id, None)
 
     def _beat(self) -> None:
-        """Send a heartbeat to all clients that are not behind, also to clients without requests."""
+        """Send a heartbeat to all clients without queued messages, also to clients without requests."""
         now = self._clock()
         if now < self._next_beat:
             return

@@ -58,7 +58,7 @@ class CoreRpc:
         self._calls = Operator(core, end, receiver_cache.clear).calls
         self._send = send
         self._job: RpcJob | None = None
-        self._open_calls: list[tuple[bytes, int, Work]] = []
+        self._open_calls: list[tuple[bytes, ControlCall, Work]] = []
 
     @property
     def is_busy(self) -> bool:
@@ -70,22 +70,22 @@ class CoreRpc:
         return bool(self._open_calls)
 
     def submit(self, client: bytes, call: ControlCall) -> None:
-        self._open_calls.append((client, call.number, self._work(call)))
+        self._open_calls.append((client, call, self._work(call)))
         self.turn()
 
     def turn(self) -> None:
         """Continue all open calls, and answer the calls that are done."""
         for entry in list(self._open_calls):
-            client, number, work = entry
+            client, call, work = entry
             try:
                 next(work)
                 continue
             except StopIteration as done:
-                reply = Reply(number, done.value)
+                reply = Reply(call.number, done.value)
             except EngineDead:
                 raise
             except Exception as error:
-                reply = _error_reply(number, error)
+                reply = _error_reply(call, error)
             self._open_calls.remove(entry)
             self._send(client, _check_encodable(reply))
 
@@ -119,12 +119,12 @@ class CoreRpc:
         return job.result()
 
 
-def _error_reply(number: int, error: Exception) -> Reply:
+def _error_reply(call: ControlCall, error: Exception) -> Reply:
     text = str(error).encode(errors="backslashreplace").decode()  # invalid text would end the core
     if isinstance(error, RequestError | TypeError | ValueError):
-        return Reply(number, error=text, is_request=True, param=getattr(error, "param", None))
-    log.error("A control call failed", exc_info=error)
-    return Reply(number, error=text or type(error).__name__)
+        return Reply(call.number, error=text, is_request=True, param=getattr(error, "param", None))
+    log.error("The control call %r failed", call.method, exc_info=error)
+    return Reply(call.number, error=text or type(error).__name__)
 
 
 def _check_encodable(reply: Reply) -> Reply:

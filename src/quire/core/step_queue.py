@@ -15,7 +15,7 @@ log = get_logger(__name__)
 class StepQueue:
     """Up to `depth` submitted steps, oldest first.
 
-    With a depth of 2, a GPU has its next step before it finishes the last. On a CPU, more than 1 gains
+    With a depth of 2, a GPU has its next step before it finishes the last. On a CPU, a depth above 1 gains
     nothing. Pipeline parallelism needs one step per stage."""
 
     def __init__(self, executor: Executor, depth: int, lockstep: Lockstep | None = None) -> None:
@@ -49,9 +49,9 @@ class StepQueue:
         """Whether other engines have begun a round, so that this engine must take part in their step."""
         return self.lockstep is not None and self.lockstep.is_called
 
-    def agreed(self, plan: StepPlan | None) -> StepPlan | None:
+    def join_round(self, plan: StepPlan | None) -> StepPlan | None:
         """Return the next step, synchronized with the other engines. The result must be submitted."""
-        return plan if self.lockstep is None else self.lockstep.agreed(plan)
+        return plan if self.lockstep is None else self.lockstep.join_round(plan)
 
     def submit(self, plan: StepPlan) -> None:
         pending = self._failed_step or self._launch(plan)

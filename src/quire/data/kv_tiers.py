@@ -73,6 +73,8 @@ class LoadDone(msgspec.Struct):
     write_s: float = 0.0
     """Seconds of writing files."""
     written_bytes: int = 0
+    lost_writes: list[bytes] = []
+    """Keys of entries that were not written to disk: too many were waiting, or the disk failed."""
     remote_problem: str = ""
     """Reason for which the prefix in another engine could not be loaded or released; empty without one."""
 
@@ -88,6 +90,7 @@ class LoadDone(msgspec.Struct):
             failed=sorted({place for rank in ranks for place in rank.failed}),
             is_off=any(rank.is_off for rank in ranks),
             written_bytes=sum(rank.written_bytes for rank in ranks),
+            lost_writes=sorted({key for rank in ranks for key in rank.lost_writes}),
             remote_problem=next((rank.remote_problem for rank in ranks if rank.remote_problem), ""),
             **seconds,
         )

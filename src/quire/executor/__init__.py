@@ -31,17 +31,18 @@ class Executor(Protocol):
         function gets the worker as its first argument; a function packed by `pack_function` is bytes."""
 
     def sample_tokens(self, masks: Masks) -> None:
-        """Sample the constrained rows of the last plan under `masks`. Must be called before the next plan,
-        and before the step is waited for."""
+        """Sample the rows of the last plan, with these grammar masks for its constrained rows. Must be called
+        before the next plan, and before the step is waited for."""
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
-        """Read an adapter on every worker while steps run. `watch` must be called until it is done."""
+        """Read an adapter on every worker while steps run. `watch` must be called until the future ends."""
 
     def drop(self, name: str) -> None:
         """Drop an adapter on every worker, after earlier reads of it."""
 
     def load(self, load: BlockLoad) -> Future[LoadDone]:
-        """Copy KV cache blocks to all devices while steps run. `watch` must be called until it is done."""
+        """Copy KV cache blocks to all devices while steps run. `watch` must be called until the future
+        ends."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""

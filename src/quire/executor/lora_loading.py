@@ -17,19 +17,19 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Number of adapters read at the same time."""
+"""Number of adapters that are read at the same time."""
 MAX_HUNG = 16
-"""Number of hanging reads (longer than READ_S) at which adapters are refused: a thread cannot be ended."""
+"""Number of hanging reads (longer than READ_S) at which new reads are refused: no thread can be ended."""
 _LOOK_S = 1.0
 _LAST_S = 5.0
 """Seconds that `close` waits for the operations in progress."""
 
 
 class ReadSlots:
-    """A limit of concurrent reads, entered by `with`.
+    """A limit of concurrent adapter reads, entered by `with` around each read.
 
-    A read that takes longer than READ_S no longer counts: a hanging disk blocks only its own adapters.
-    """
+    A read that takes longer than READ_S no longer counts, so that a hanging disk blocks only its own
+    adapters."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -24,13 +24,13 @@ class Order(msgspec.Struct, omit_defaults=True):
     size: CacheSize | None = None
     """Size of the cache to allocate."""
     number: int = 0
-    """Number of a fetch or a load, which is answered with Returned."""
+    """Number of the fetch or load; the answer, `Returned`, has the same number."""
     adapter: LoRARequest | None = None
     """Adapter to fetch."""
     name: str = ""
     """Name of the adapter to drop."""
     load: BlockLoad | None = None
-    """KV cache blocks to copy to the device; answered with Returned."""
+    """KV cache blocks to copy to the device."""
 
 
 class PhaseProgress(msgspec.Struct, tag="progress"):

@@ -20,6 +20,7 @@ from quire.executor.tcp import (
     LOOK_S,
     HeadEnd,
     Join,
+    Node,
     OrderMessage,
     PlanMessage,
     RankMessage,
@@ -28,14 +29,13 @@ from quire.executor.tcp import (
     Welcome,
     configure_socket,
     decode_from_head,
-    encode,
-    free_url,
     interface_to,
 )
 from quire.executor.worker_group import LocalRanks
 from quire.executor.worker_process import local_ranks, world_size
 from quire.logs import get_logger
 from quire.system.cluster_token import cluster_token
+from quire.system.node_registry import free_address
 from quire.version import __version__
 
 log = get_logger(__name__)
@@ -93,7 +93,7 @@ class MultiNodeRanks(RemoteRanks):
             self.end_reason = str(error)
             self.end()
             raise
-        init_method, interface = free_url(parallel.master_addr), interface_to(parallel.master_addr)
+        init_method, interface = free_address(parallel.master_addr), interface_to(parallel.master_addr)
         places = [local_ranks(config, rank, init_method, interface) for rank in range(parallel.nnodes)]
         self.names = [place.name for node in places for place in node]
         self._local_sends_results = any(place.sends_results for place in places[0])
@@ -196,13 +196,9 @@ class NodeAgent:
         )
 
     def _serve(self, head: Connection) -> HeadEnd | None:
-        """Serve the engine until it ends; return None if the connection is lost."""
-        sending = threading.Lock()
-
-        def send(message: Any) -> None:
-            with sending, contextlib.suppress(OSError):
-                head.send_bytes(encode(message))
-
+        """Handle the engine's messages until it ends; return the last one, or None if the connection is
+        lost."""
+        send = Node(0, self.config.parallel.master_addr, head).send
         try:
             send(Join(self.config.parallel.node_rank, shared_settings(self.config), self._token))
             while True:

@@ -190,7 +190,7 @@ class RankedExecutor:
             self._fail_engine(f"the ranks take no more plans: {error}")
 
     def outcome(self, step: int, timeout_s: float) -> StepResult | None:
-        """Return the result of this step, if it comes in time. Results of earlier steps are dropped."""
+        """Return the result of this step; None if it is late. Results of earlier steps are dropped."""
         until = time.monotonic() + timeout_s
         while (left := until - time.monotonic()) >= 0:
             data = self.worker_group.receive(min(left, SLICE_S))
@@ -361,7 +361,7 @@ def combine_loads(values: list[Any]) -> LoadDone:
 
 
 def combine_facts(values: list[Any]) -> AdapterFacts:
-    """Combine the facts of an adapter on all ranks; if the digests differ, hash all of them into one."""
+    """Combine the `AdapterFacts` of all ranks; if the digests differ, hash all of them into one."""
     facts = [msgspec.convert(value, AdapterFacts) for value in values]
     digests = [rank.digest for rank in facts]
     digest = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()
@@ -402,7 +402,7 @@ class RemoteStep:
 
 
 class Report:
-    """The progress of the ranks: one line that is rewritten on a terminal, or a log line now and then."""
+    """The progress of the ranks: one line that is rewritten on a terminal, or log lines at intervals."""
 
     def __init__(self, names: list[str]) -> None:
         self._progress = ["starting"] * len(names)

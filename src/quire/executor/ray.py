@@ -26,17 +26,18 @@ from quire.executor.tcp import (
     Welcome,
     configure_socket,
     decode_from_head,
-    free_url,
     interface_to,
 )
 from quire.executor.worker_group import WorkerGroup
 from quire.executor.worker_process import Port, RankAddress, local_ranks, serve
 from quire.logs import get_logger, name_process
 from quire.system.cluster_token import new_token
+from quire.system.node_registry import free_address
 
 log = get_logger(__name__)
 
-LOOK_S = 1.0
+_LAST_S = 1.0
+"""Seconds for the last messages to be sent before the process ends."""
 
 
 class RayExecutor(RankedExecutor):
@@ -47,7 +48,7 @@ class RayExecutor(RankedExecutor):
 
 
 class RayWorkerGroup(RemoteRanks):
-    """Ranks as Ray actors, one per bundle of a placement group; consecutive ranks share a machine."""
+    """Ranks as Ray actors, each in a bundle of a placement group; consecutive ranks share a machine."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
         self._ray = _ray()
@@ -161,7 +162,7 @@ class RayRank:
 
     def init_method(self) -> str:
         """Return the rendezvous URL of all ranks, on the machine of the first one."""
-        return free_url(_ray().util.get_node_ip_address())
+        return free_address(_ray().util.get_node_ip_address())
 
     def begin(self, place: RankAddress, host: str, port: int, token: str) -> None:
         """Start the rank in a thread and return at once."""
@@ -197,7 +198,7 @@ def _serve(place: RankAddress, port: Port) -> None:
     try:
         serve(place, port)
     finally:
-        time.sleep(LOOK_S)  # for the last messages to be sent
+        time.sleep(_LAST_S)
         os._exit(1)
 
 

@@ -24,6 +24,7 @@ log = get_logger(__name__)
 JOIN_TIMEOUT_S = 10.0
 """Time limit for the first message of a connection, in seconds."""
 LOOK_S = 0.25
+"""Seconds between two checks in loops that wait for nodes or ranks."""
 LONGEST = 1 << 30
 """Size limit of a message between admitted machines, in bytes."""
 MAX_JOIN_BYTES = 64 << 10
@@ -94,7 +95,7 @@ decode_from_head = msgspec.msgpack.Decoder(Welcome | OrderMessage | PlanMessage 
 
 
 def interface_to(address: str) -> str:
-    """Return the network interface that reaches an address; empty if it is not known."""
+    """Return the network interface that reaches a host name or an IPv4 address; empty if it is not known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 1))
         source = probe.getsockname()[0]
@@ -104,13 +105,6 @@ def interface_to(address: str) -> str:
         if any(entry.address == source for entry in addresses):
             return name
     return ""
-
-
-def free_url(address: str) -> str:
-    """Return the URL of a free port of this machine."""
-    with socket.socket() as free:
-        free.bind((address, 0))
-        return f"tcp://{address}:{free.getsockname()[1]}"
 
 
 def first_message(sock: socket.socket) -> bytes:
@@ -200,7 +194,7 @@ class RemoteRanks:
 
     @property
     def refusals(self) -> str:
-        """Return why nodes were refused in place of the missing ones, for an error message."""
+        """Return, for an error message, why nodes with the numbers of the missing nodes were refused."""
         return "".join(f"; {self._refusals[rank]}" for rank in self.missing if rank in self._refusals)
 
     def await_all(self, deadline: float, check: Callable[[], None] = lambda: None) -> bool:

@@ -65,8 +65,8 @@ class _Member:
 
 
 class LocalRanks:
-    """Ranks of this machine as child processes, which one thread starts, watches and ends. The thread lives
-    until then: on Linux its child processes are killed when it ends."""
+    """Ranks of this machine as child processes, which one thread starts, watches and ends. The thread runs as
+    long as the ranks: on Linux child processes are killed when the thread that started them ends."""
 
     def __init__(self, places: list[RankAddress], messages: MessageQueue | None = None) -> None:
         self.places = places

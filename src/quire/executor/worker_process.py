@@ -232,7 +232,7 @@ class Steps:
         self.place = place
         self.port = port
         self._rows = threading.Lock()
-        """Held while the worker's rows are read or written."""
+        """Held while the state of requests in the worker is read or written."""
         self._in_flight = threading.Semaphore(
             max(STEPS_IN_FLIGHT, place.config.parallel.pipeline_parallel_size)
         )

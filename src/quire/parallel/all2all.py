@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from quire.config.expert_placement import Placement, Strategy, initial_placement
-from quire.parallel.group import ALONE, Group
+from quire.parallel.group import Group
 from quire.parallel.world import World
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Computes the local experts' output [T, hidden] for x [T, hidden], local expert ids [T, k] (below 0: not
-here) and weights [T, k]."""
+"""Function that computes the local experts' weighted output [T, hidden] from x [T, hidden], local expert ids
+[T, k] (below 0: an expert on another device) and weights [T, k]."""
 
 
 class EPTokens(NamedTuple):
@@ -25,7 +25,7 @@ class EPTokens(NamedTuple):
 
 
 class ExpertPlaces:
-    """The slots of a layer's experts, as tables on the device that are updated in place."""
+    """The slots of a layer's experts on all devices, as tables in device memory that are updated in place."""
 
     def __init__(
         self, placement: Placement, num_experts: int, rank: int, width: int, device: torch.device
@@ -62,16 +62,16 @@ class ExpertPlaces:
         return self._places[ids, replica]
 
     def here(self, places: Tensor) -> Tensor:
-        """Convert global slots to those of this device; -1: not here."""
+        """Convert global slots to slots of this device; -1 if the slot is on another device."""
         slots = places - self.rank * self.num_slots
         return torch.where((slots >= 0) & (slots < self.num_slots), slots, -1)
 
     def local(self, ids: Tensor) -> Tensor:
-        """Convert expert ids to slots of this device; -1: not here."""
+        """Convert expert ids to slots of this device; -1 if the expert is on another device."""
         return self._local[self._clamp(ids)] if self._places.shape[1] == 1 else self.here(self.of(ids))
 
     def _clamp(self, ids: Tensor) -> Tensor:
-        """Return valid indices: when kernels are only compiled the ids are undefined."""
+        """Return ids within the valid range: the ids are undefined when kernels are only compiled."""
         return ids.clamp(-1, self.num_experts - 1) if ids.is_cuda else ids
 
 
@@ -84,12 +84,16 @@ class ExpertDispatch:
     is_counted = False
     """Whether layers count how many tokens each expert gets."""
 
-    def __init__(self, group: Group, *, strategy: Strategy = "linear", num_redundant: int = 0) -> None:
-        self.group = group
+    def __init__(
+        self, group: Group, tp: Group, *, strategy: Strategy, num_redundant: int, num_few: int
+    ) -> None:
+        self.group, self.tp = group, tp
         self.strategy, self.num_redundant = strategy, num_redundant
+        self.num_few = num_few
+        """Largest number of tokens of a step that `SendDispatch` gathers."""
 
     def place(self, num_experts: int, device: torch.device) -> ExpertPlaces:
-        """Return the slots of one more layer's experts."""
+        """Return the slots of one MoE layer's experts, at their initial placement."""
         placement = initial_placement(num_experts, self.group.size, self.strategy, self.num_redundant)
         width = 1 if not self.num_redundant else min(self.num_redundant + 1, self.group.size)
         return ExpertPlaces(placement, num_experts, self.group.rank, width, device)
@@ -101,20 +105,15 @@ class ExpertDispatch:
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None
     ) -> Tensor:
-        """Return the experts' output [T, hidden]. If `step` is None, all tokens are real, and every device
-        has the same number."""
+        """Return the experts' weighted output [T, hidden] for expert ids and weights [T, k]; `mix` computes
+        the local experts. If `step` is None, there is no padding, and every device has the same number of
+        tokens."""
         return mix(x, places.local(ids), weights)
 
 
 class _DataParallelDispatch(ExpertDispatch):
-    """Dispatch between engines with different tokens. Tensor-parallel ranks, which have the same tokens,
-    dispatch a share each."""
-
-    def __init__(
-        self, group: Group, tp: Group = ALONE, *, strategy: Strategy = "linear", num_redundant: int = 0
-    ) -> None:
-        super().__init__(group, strategy=strategy, num_redundant=num_redundant)
-        self.tp = tp
+    """Dispatch between engines with different tokens. Tensor-parallel ranks have the same tokens; each of
+    them dispatches an equal part."""
 
     def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
         """Return the bytes of all engines' tokens and of the outputs."""
@@ -123,8 +122,9 @@ class _DataParallelDispatch(ExpertDispatch):
     def _local_share(
         self, x: Tensor, ids: Tensor, weights: Tensor, step: EPTokens | None
     ) -> tuple[Tensor, Tensor, int]:
-        """Return this rank's share of the tokens, padded to its share of the largest engine: the rows of x;
-        ids and weights in one tensor; the index of the first token. Ids of padding are -1."""
+        """Return this rank's part of the tokens, padded to its part in the engine with the most tokens: the
+        rows of x, the ids and weights in one tensor, and the index of the first token. Ids of padding are
+        -1."""
         num, room = (len(x), len(x)) if step is None else step
         share = -(-room // self.tp.size)
         first = self.tp.rank * share
@@ -171,19 +171,6 @@ class SendDispatch(GatherDispatch):
     gathering of the base class.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        tp: Group = ALONE,
-        *,
-        strategy: Strategy = "linear",
-        num_redundant: int = 0,
-        num_few: int = 0,
-    ) -> None:
-        super().__init__(group, tp, strategy=strategy, num_redundant=num_redundant)
-        self.num_few = num_few
-        """Largest number of tokens of a step that is gathered instead of sent."""
-
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None
     ) -> Tensor:
@@ -202,9 +189,9 @@ class SendDispatch(GatherDispatch):
         routing = torch.cat((at, local_weights.view(torch.int32)), 1)[tokens]
         slots, slot_weights = _split_routing(self.group.all_to_all(routing, sent, received))
         arrived = self.group.all_to_all(rows[tokens], sent, received)
-        made = self.group.all_to_all(mix(arrived, places.here(slots), slot_weights), received, sent)
-        out = torch.zeros(len(rows), made.shape[1], dtype=torch.float32, device=x.device)
-        return self._restore(out.index_add_(0, tokens, made.float()).to(made.dtype), x, first)
+        returned = self.group.all_to_all(mix(arrived, places.here(slots), slot_weights), received, sent)
+        out = torch.zeros(len(rows), returned.shape[1], dtype=torch.float32, device=x.device)
+        return self._restore(out.index_add_(0, tokens, returned.float()).to(returned.dtype), x, first)
 
 
 def open_dispatch(
@@ -214,8 +201,6 @@ def open_dispatch(
     group, tp = world.ep, world.tp
     if group.size == 1:
         return None
-    if group.size == tp.size:
-        return ExpertDispatch(group, strategy=strategy, num_redundant=num_redundant)
-    if backend == "all2all":
-        return SendDispatch(group, tp, strategy=strategy, num_redundant=num_redundant, num_few=num_few)
-    return GatherDispatch(group, tp, strategy=strategy, num_redundant=num_redundant)
+    kind: type[ExpertDispatch] = SendDispatch if backend == "all2all" else GatherDispatch
+    kind = ExpertDispatch if group.size == tp.size else kind
+    return kind(group, tp, strategy=strategy, num_redundant=num_redundant, num_few=num_few)

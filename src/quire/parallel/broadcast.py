@@ -46,7 +46,7 @@ def chunks(tensors: Iterable[T], max_bytes: int) -> Iterator[list[T]]:
 
 
 class BroadcastGroup:
-    """Ranks that meet at a TCP store of rank 0."""
+    """A group of a trainer and workers, which connect to each other through a TCP store on rank 0."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ class Group:
         self.rank, self.size = rank, size
 
     def share(self, size: int) -> int:
-        """Return this rank's share of a size."""
+        """Return this rank's share of a size, which is the same for all ranks."""
         assert size % self.size == 0
         return size // self.size
 
@@ -35,7 +35,7 @@ class Group:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's share of the rows of the sum of all ranks' x."""
+        """Sum x over all ranks, and return this rank's share of the rows."""
         return x
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -109,8 +109,8 @@ class TorchGroup(Group):
 
 
 class OrderedGroup(TorchGroup):
-    """A group that adds in the order of the ranks, for tensors of any size: other groups select an
-    algorithm by the size."""
+    """A group that always sums in the order of the ranks. Other groups choose an algorithm, and with it the
+    order, by the size of the tensor."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self.gather(x[None], 0).float().unbind()

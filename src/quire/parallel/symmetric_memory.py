@@ -15,10 +15,10 @@ from quire.parallel.group import Group, TorchGroup
 log = get_logger(__name__)
 
 ONE_SHOT_BYTES = 256 << 10
-"""Up to this size each GPU reads all values of all other GPUs, with one barrier. Beyond this size each GPU
-sums its share of the values, then reads the sums of the other shares, with two barriers."""
+"""Up to this size each GPU reads all values of all other GPUs, with one barrier. Larger tensors need two
+barriers: each GPU sums its share of the values, then reads the sums of the other shares."""
 LARGEST_BYTES = 4 << 20
-"""Bytes of the largest tensor that is summed through symmetric memory: beyond, NCCL is as fast."""
+"""Bytes of the largest tensor that is summed through symmetric memory; for larger tensors NCCL is as fast."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _TWO_SHOT_SIZES = (2, 4, 8)
 """Group sizes that torch's kernels support."""
@@ -80,8 +80,8 @@ def with_symmetric_memory(group: Group, device: torch.device) -> Group:
     if device.type != "cuda" or not isinstance(group, TorchGroup):
         return group
     with torch.cuda.device(device):
-        seats = _gather_objects(group, PeerAddress(_machine(), torch.cuda.current_device()))
-        reason = why_no_symmetric_memory(seats, nvlinks())
+        addresses = _gather_objects(group, PeerAddress(_machine(), torch.cuda.current_device()))
+        reason = why_no_symmetric_memory(addresses, nvlinks())
         made, failure = (None, reason) if reason else _open_symmetric(group, device)
         failures = [text for text in _gather_objects(group, failure) if text]
     if made is None or failures:
@@ -97,12 +97,12 @@ def _open_symmetric(group: TorchGroup, device: torch.device) -> tuple[Group | No
         return None, f"no symmetric memory ({str(error).splitlines()[0]})"
 
 
-def why_no_symmetric_memory(seats: list[PeerAddress], links: list[list[int]]) -> str | None:
-    """Return why these GPUs cannot read each other's memory fast; None if they can. `links` are the NVLinks
-    between the GPUs of a machine."""
-    if len({seat.machine for seat in seats}) > 1:
+def why_no_symmetric_memory(addresses: list[PeerAddress], links: list[list[int]]) -> str | None:
+    """Return why these GPUs cannot read each other's memory fast; None if they can. `links` has the number of
+    NVLinks between each pair of GPUs."""
+    if len({address.machine for address in addresses}) > 1:
         return "the GPUs are on several machines"
-    used = sorted({seat.device_index for seat in seats})
+    used = sorted({address.device_index for address in addresses})
     if used[-1] >= len(links):
         return f"GPU {used[-1]} is not visible here"
     apart = [(one, other) for one in used for other in used if one < other and not links[one][other]]

@@ -353,6 +353,7 @@ class KVTiers:
 
     def _count(self, done: LoadDone) -> None:
         self.stores.disk_is_off = self.stores.disk_is_off or done.is_off
+        self.stores.withdraw(done.lost_writes)
         self.stats.load_s += done.seconds
         self.stats.store_s += done.store_s
         self.stats.disk_read_s += done.read_s

@@ -139,7 +139,6 @@ class TierStores:
         if not stores.ids and not stores.dropped:
             return None, to_host, to_disk
         self.sizes.append(num_bytes)
-        self.is_unreported = True
         return stores, to_host, to_disk
 
     def _take_ahead(self, count: int) -> dict[bytes, int]:
@@ -219,6 +218,20 @@ class TierStores:
     def _commit(self, step: _InFlight) -> None:
         for tier, key in self._tiers_of(step):
             tier.commit(key)
+            self.is_unreported = True
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """Remove entries that a worker has not written from the index of the disk tier."""
+        for key in keys:
+            kind = self.kind_of(key)
+            if kind is None or kind.disk is None:
+                continue
+            step = next((step for step in self.steps.values() if key in step.to_disk), None)
+            if step is not None:
+                step.to_disk.remove(key)
+                kind.disk.cancel(key)
+            if step is not None or kind.disk.remove(key):
+                self.dropped.append(key)  # the other workers may have written their part
 
     def _cancel(self, step: _InFlight) -> None:
         """Free the slots of what a step stores."""

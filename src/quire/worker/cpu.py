@@ -14,13 +14,11 @@ from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult, spr
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
 from quire.memory import MAX_TAPED, activation_bytes, tape_bytes
-from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.device import (
     ONE_TOKEN,
-    DeviceStep,
     ForwardResult,
     Model,
     NewTokens,
@@ -32,7 +30,6 @@ from quire.worker.input_buffers import (
     StepBuffers,
     bytes_of,
     row_sampling_tensors,
-    sampling_tensors,
     tensors,
 )
 from quire.worker.memory import Needs
@@ -42,9 +39,9 @@ from quire.worker.spec.drafter import Drafter, SampleDrafts, SequenceEnds, Targe
 from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
 
 _MAX_BUFFERS = 32
-"""Most input buffers kept for steps that are not taped; the least recently used is dropped."""
+"""Most input buffers that are cached for steps without a tape; the least recently used buffer is dropped."""
 Sample = Callable[..., Tensor]
-"""Samples token ids from logits, `SamplingTensors` and optionally `ConstrainedHost`."""
+"""Function that samples token ids from logits, sampling parameters and, optionally, grammar constraints."""
 
 
 def sample_tokens(
@@ -62,24 +59,26 @@ class CpuDevice:
         self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
         self._taped_buffers = cache(_new_buffers)
-        """Input buffers of taped steps: tapes read them at fixed addresses."""
+        """Input buffers of steps that are recorded as tapes; a tape reads them at fixed addresses."""
         self._receive_buffers = cache(model.receive_buffer)
-        """Receive buffers of taped steps."""
+        """Buffers of taped steps for the output of the previous pipeline stage."""
         self._eager_buffers = lru_cache(_MAX_BUFFERS)(_new_buffers)
         self._tapes = Tapes()
         self._max_taped = MAX_TAPED
         self.drafter: Drafter | None = None
         self.drafts_are_sampled = False
-        """Whether drafts are sampled as the target samples, with the same random numbers."""
+        """Whether draft tokens are sampled like the target's, with the same random numbers; else they are
+        greedy."""
         self.draft_progress: DraftProgress | None = None
-        """Progress of a separate draft model."""
+        """Tokens that a separate draft model has computed; None without a separate model."""
         self._max_tokens = 0
-        """Most tokens that a draft model catches up on in one step."""
+        """Most tokens that a draft model computes in one step to catch up with the target."""
         self._batch: Batch | None = None
         """Batch of the last step."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Estimate the memory of the largest step; measuring it on a CPU would allocate it."""
+        """Estimate the memory of the largest step: to measure the memory, the step would have to allocate
+        it."""
         facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         num_samples = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
@@ -110,9 +109,9 @@ class CpuDevice:
         if self.draft_progress is not None:
             self.draft_progress.forget()
 
-    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
+    def run(self, plan: StepPlan, all_rows: Rows) -> ForwardResult | IntermediateTensors:
         if not len(plan.rows):
-            return self._idle(plan)
+            return self._run_idle(plan)
         if self.drafter is not None:
             self._propose(self.drafter, plan, all_rows)
         features = self.model.features(plan, all_rows, self.block_tables.device)
@@ -126,23 +125,20 @@ class CpuDevice:
         batch.intermediate_tensors = receive_buffer(plan.total_tokens)
         self._set_ep_tokens(batch, plan)
         self._batch = batch
-
+        self.model.receive(batch.intermediate_tensors)
         sampled_in_graph = not len(plan.constrained)  # the masks of constrained rows come later
-
-        def run() -> ForwardResult | IntermediateTensors:
-            return self._compute(batch, inputs, sampled_in_graph)
-
         if not taped:
-            return self.model.step(run, batch.intermediate_tensors)
+            return self._compute(batch, inputs, sampled_in_graph)
         key = len(plan.rows), plan.query_len, sampled_in_graph, features.has_adapters
-        return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
+        return self._tapes.run(key, lambda: self._compute(batch, inputs, sampled_in_graph))
 
-    def _idle(self, plan: StepPlan) -> DeviceStep:
-        """Return a step of one dummy token, for a rank without rows."""
+    def _run_idle(self, plan: StepPlan) -> ForwardResult | IntermediateTensors:
+        """Run a step of one dummy token for an engine without requests: the experts need all engines."""
         batch, inputs = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
         batch.intermediate_tensors = self.model.receive_buffer(1)
         self._set_ep_tokens(batch, plan)
-        return self.model.step(lambda: self._compute(batch, inputs), batch.intermediate_tensors)
+        self.model.receive(batch.intermediate_tensors)
+        return self._compute(batch, inputs)
 
     def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
         if plan.counts:
@@ -151,18 +147,10 @@ class CpuDevice:
     def _compute(
         self, batch: Batch, inputs: dict[str, Tensor], sampled_in_graph: bool = False
     ) -> ForwardResult | IntermediateTensors:
-        model = self.model
-        out = model.hidden(batch)
-        if not model.has_lm_head:
-            passed: IntermediateTensors = out
-            return passed
-        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
-        routes = model.routes(batch)
-        states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
-        logits, sampling = model.logits(states, batch), sampling_tensors(inputs)
-        sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
-        token_ids = self.sample(logits, sampling) if sampled_in_graph and self.sample is not None else None
-        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=aux, routes=routes)
+        out = self.model.compute(batch, inputs)
+        if not isinstance(out, ForwardResult) or not sampled_in_graph or not len(out.logits):
+            return out
+        return out if self.sample is None else out._replace(token_ids=self.sample(out.logits, out.sampling))
 
     def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
         if self.sample is None or output.sampling is None:
@@ -194,7 +182,8 @@ class CpuDevice:
         counts: Ints,
         output: ForwardResult,
     ) -> None:
-        """Pass a step to the drafter; `first` is the first computed position of each row."""
+        """Let the drafter read a step of the target. `first` is the position of the first token that each row
+        has computed in the step, and `counts` its number of new tokens (empty: one each)."""
         rows, num_kept = plan.rows.astype(np.intp), plan.num_tokens
         if len(counts):
             num_kept = num_kept - plan.num_drafts
@@ -209,7 +198,8 @@ class CpuDevice:
         drafter.observe(self._batch, target)
 
     def _propose(self, drafter: Drafter, plan: StepPlan, all_rows: Rows) -> None:
-        """Propose drafts for the rows of the plan that have some."""
+        """Propose the draft tokens of a plan, and write them into `all_rows`. A separate draft model first
+        computes the tokens that it has missed."""
         progress, has_drafts, late = self.draft_progress, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
         if progress is not None:
             progress.begin(plan)
@@ -246,7 +236,7 @@ class CpuDevice:
         )
 
     def _draft_sampling(self, rows: NDArray[np.intp], all_rows: Rows) -> SampleDrafts | None:
-        """Return the sampling function of drafts for these rows; None if the device cannot sample."""
+        """Return the function that samples draft tokens of these rows; None without native kernels."""
         if (sample := self.sample) is None:
             return None
         columns = row_sampling_tensors(all_rows.sampling, rows)
@@ -267,7 +257,8 @@ class Done:
 
 
 def _build_constraints(masks: Masks, places: Ints, count: int) -> ConstrainedHost | None:
-    """Return the token constraints of `count` samples. `places` [max_rows] maps rows to batch positions."""
+    """Return the grammar constraints of `count` samples; None if no row is constrained. `places` [max_rows]
+    is the index of each row's first sample."""
     if not len(masks.rows):
         return None
     mask_of = np.full(count, FREE, np.int32)

@@ -16,16 +16,25 @@ from quire.config.engine import EngineConfig
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.layers.lora import AdapterSlots
+from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import ExpertDispatch
 from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
 from quire.sampling.transfer import to_device
-from quire.worker.input_buffers import BufferSizes, blank, bytes_of, host_arrays, slots_of, tensors
+from quire.worker.input_buffers import (
+    BufferSizes,
+    blank,
+    bytes_of,
+    host_arrays,
+    sampling_tensors,
+    slots_of,
+    tensors,
+)
 from quire.worker.memory import Needs
 from quire.worker.multimodal.bidirectional import last_visible_of
 from quire.worker.multimodal.embeds import take_embeds
 from quire.worker.multimodal.encoder import MediaEncoder
-from quire.worker.pipeline import StageLink
+from quire.worker.pipeline import IntermediateTensors, StageLink
 from quire.worker.rows import Rows
 from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
@@ -54,15 +63,15 @@ class ForwardResult(NamedTuple):
     rows: Tensor | None = None
     """[N] int64, the row of each position in `logits`"""
     verify_inputs: Any = None
-    """Batch and speculation inputs of the step, if the device derives its inputs itself."""
+    """Batch and speculation inputs of the step, if the device computes inputs of the step (for drafts)."""
     aux_hidden_states: tuple[Tensor, ...] = ()
     """[T, hidden] each, hidden states of intermediate layers for a draft model"""
     replay_verify: Callable[[], Tensor] | None = None
-    """Replays the captured verification of the sampled tokens."""
+    """Function that replays the captured verification of draft tokens; None if it is not a separate graph."""
     verified: Tensor | None = None
-    """Result of the verification, if it ran within the forward pass."""
+    """Result of the verification of draft tokens, if it ran within the forward pass."""
     resample: Callable[[], Tensor] | None = None
-    """Replays the captured sampling [N] under the masks on the device."""
+    """Function that replays the captured sampling [N] under the grammar masks on the device."""
     routes: RouterOutputs | None = None
     """The chosen experts, if requests return them."""
 
@@ -73,7 +82,7 @@ class ForwardResult(NamedTuple):
 
 
 class UnsampledRows:
-    """A computed step that is sampled once the masks of its constrained rows arrive."""
+    """A computed step that is sampled when the grammar masks of its constrained rows arrive."""
 
     def __init__(self, plan: StepPlan, forward_result: ForwardResult) -> None:
         self.plan = plan
@@ -91,30 +100,13 @@ class UnsampledRows:
 
 @contextmanager
 def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError,)) -> Iterator[None]:
-    """Raise EngineDead for errors of these kinds: the device state, and every request, is lost."""
+    """Raise EngineDead for errors of these kinds: the state of the device, and so every request, is lost."""
     try:
         yield
     except EngineDead:
         raise
     except kinds as error:
         raise EngineDead(f"the device failed: {error}") from error
-
-
-@dataclass(slots=True)
-class DeviceStep:
-    """A step that can run as soon as the previous pipeline stage has sent its output."""
-
-    run: Callable[[], Any]
-    intermediate_tensors: Tensor | None = None
-    """Receive buffer for the output of the previous stage."""
-    receive: Callable[[Tensor], None] | None = None
-
-    def compute(self) -> Any:
-        """Run the layers. The last pipeline stage returns a `ForwardResult`; others return
-        `IntermediateTensors`, which the next step may overwrite."""
-        if self.intermediate_tensors is not None and self.receive is not None:
-            self.receive(self.intermediate_tensors)
-        return self.run()
 
 
 class Device(Protocol):
@@ -125,8 +117,9 @@ class Device(Protocol):
         """Sampling function that runs within the forward pass; None if there is none."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Return the memory of the largest step with all sampling features. `sampler` is None in stages
-        before the last. The layers have a small cache of `bound` bytes, which will be freed."""
+        """Return the memory of the worker without its cache, with the largest step and all sampling features.
+        `weights` is the size of the weights in bytes. `sampler` is None in pipeline stages before the last.
+        The layers have a small cache of `bound` bytes for the measurement, which is not counted."""
 
     def warm_up(self, config: EngineConfig) -> None:
         """Prepare for the first request, after the cache was allocated."""
@@ -135,31 +128,33 @@ class Device(Protocol):
         self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
     ) -> None:
         """Use `drafter` for steps with drafts; `probabilistic` samples draft tokens, otherwise they are
-        greedy. `draft_progress` tracks the tokens computed by a separate draft model, which catches up at
-        most `max_tokens` per step."""
+        greedy. `draft_progress` tracks the tokens computed by a separate draft model, which computes at most
+        `max_tokens` missed tokens per step."""
 
     def forget(self) -> None:
-        """Drop everything that holds addresses of weights or cache, which will move."""
+        """Drop everything that contains addresses of weights or cache: the addresses will change."""
 
-    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
-        """Prepare the inputs of a step and return it, ready to run."""
+    def run(self, plan: StepPlan, all_rows: Rows) -> Any:
+        """Run a step. The last pipeline stage returns a `ForwardResult`; others return `IntermediateTensors`,
+        which the next step may overwrite."""
 
     def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
-        """Sample again under masks; None if not captured. `places` [max_rows] maps rows to positions."""
+        """Sample under grammar masks in the captured way; return None if that is not possible. `places`
+        [max_rows] is the index of each row's first sample."""
 
     def start_readback(
         self, plan: StepPlan, output: ForwardResult, sampled: Sampled, all_rows: Rows
     ) -> Pending:
-        """Start the copy of the sampled tokens to the host; called before the rows advance."""
+        """Start the copy of the sampled tokens to the host. Must be called before `Rows.advance`."""
 
 
 class StepFeatures(NamedTuple):
     """The features that the rows of a step use beside plain text."""
 
     embeds: tuple[Tensor, Tensor] | None
-    """See `Batch.embeds`."""
+    """Indices [K] of tokens with embeddings in place of ids, and the embeddings [K, hidden]; or None."""
     last_visible: Tensor | None
-    """See `Batch.last_visible`."""
+    """[T] int32, last position that each token attends to; None if all attention is causal."""
     axes: int
     """Number of M-RoPE positions of each token: 0, 1 or 3."""
     has_adapters: bool = False
@@ -173,7 +168,7 @@ class StepFeatures(NamedTuple):
 
     @property
     def is_eager(self) -> bool:
-        """Whether the step can be neither taped nor captured."""
+        """Whether the step can be neither recorded as a tape nor captured as a CUDA graph."""
         return self.last_visible is not None or self.uses_extra_vocab
 
     def sizes(
@@ -201,7 +196,7 @@ class Model:
 
     forward: Callable[[Batch], Any]
     head: Callable[..., Tensor]
-    """[N, hidden] -> [N, vocab]; with LoRA, the second argument has the adapters of the rows."""
+    """LM head: [N, hidden] -> [N, vocab]; with LoRA, the second argument has the adapter of each row."""
     attention: AttentionBackend
     link: StageLink | None = None
     """Connection to other pipeline stages; None without pipeline parallelism."""
@@ -212,7 +207,7 @@ class Model:
     encoder: MediaEncoder | None = None
     """Encoder of images, videos and audio; None for text-only models and later stages."""
     bidirectional: bool = False
-    """Whether the tokens of an item attend to each other bidirectionally."""
+    """Whether the tokens of an image, or of a whole prompt (pooling), attend to each other."""
     causal_groups: tuple[int, ...] = ()
     """Layer groups that are causal even if others are bidirectional."""
     is_capturable: bool = True
@@ -227,7 +222,8 @@ class Model:
 
     @property
     def lora_variants(self) -> tuple[bool, ...]:
-        """Return whether rows have adapters, for each variant of a step to prepare."""
+        """Return whether rows have adapters, in each variant of a step to capture: False; True if LoRA is
+        on."""
         return (False,) if self.adapters is None else (False, True)
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
@@ -241,11 +237,11 @@ class Model:
         return self.head(states, self.adapters.plan(LoRATokens(slots)))
 
     def receive_buffer(self, num_tokens: int) -> Tensor | None:
-        """Return a receive buffer for the output of the previous stage; None in the first stage."""
+        """Return a buffer for the output of the previous pipeline stage; None in the first stage."""
         return None if self.link is None or self.link.is_first else self.link.receive_buffer(num_tokens)
 
     def features(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> StepFeatures:
-        """Encode the items of the plan, and return the features that its rows use."""
+        """Encode the media items of the plan, and return the features that its rows use."""
         last_visible = self._last_visible(plan, all_rows, device)  # `_embeds` drops finished items
         embeds, axes = self._embeds(plan, all_rows, device), all_rows.num_axes(plan)
         if self.adapters is None:
@@ -256,7 +252,7 @@ class Model:
         return StepFeatures(embeds, last_visible, axes, has_adapters, uses_extra_vocab)
 
     def _embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Encode the items of the plan and return `Batch.embeds`; None in stages after the first."""
+        """Encode the media items of the plan and return `Batch.embeds`; None in stages after the first."""
         if self.link is not None and not self.link.is_first:
             return None
         embeds = take_embeds(plan, all_rows, device)
@@ -271,13 +267,14 @@ class Model:
         last_visible = last_visible_of(plan, all_rows)
         return None if last_visible is None else to_device(last_visible, device)
 
-    def step(self, run: Callable[[], Any], intermediate_tensors: Tensor | None) -> DeviceStep:
-        return (
-            DeviceStep(run) if self.link is None else DeviceStep(run, intermediate_tensors, self.link.receive)
-        )
+    def receive(self, intermediate_tensors: Tensor | None) -> None:
+        """Receive the output of the previous pipeline stage into this buffer; None in the first stage."""
+        if self.link is not None and intermediate_tensors is not None:
+            self.link.receive(intermediate_tensors)
 
     def hidden(self, batch: Batch) -> Any:
-        """Run the layers. Return [T, hidden], `HiddenWithAux` for some drafters, or the tensors to send."""
+        """Plan attention and run the layers. Return hidden states [T, hidden], `HiddenWithAux` for some
+        drafters, or `IntermediateTensors` before the last pipeline stage."""
         last_visible = batch.last_visible  # the batch is the first of its groups
         routes: list[Tensor] | None = None if self.routes_group is None else []
         for number, group in enumerate(batch.groups):
@@ -287,6 +284,21 @@ class Model:
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)
         return self.run_layers(batch)
+
+    def compute(
+        self, batch: Batch, inputs: dict[str, Tensor], *, is_padded: bool = False
+    ) -> ForwardResult | IntermediateTensors:
+        """Run the layers, and the LM head if this stage has it; no token is sampled. If `is_padded`, padding
+        lies between the tokens, so that `logit_tokens` are in another order than the hidden states."""
+        out = self.hidden(batch)
+        if not self.has_lm_head:
+            passed: IntermediateTensors = out
+            return passed
+        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
+        is_all = len(batch.logit_tokens) == len(hidden) and not is_padded
+        logits = self.logits(hidden if is_all else hidden[batch.logit_tokens], batch)
+        sampling, routes = sampling_tensors(inputs), self.routes(batch)
+        return ForwardResult(hidden, logits, sampling=sampling, aux_hidden_states=aux, routes=routes)
 
     def routes(self, batch: Batch) -> RouterOutputs | None:
         """Return the experts that were chosen for a batch, after its layers have run."""
@@ -316,7 +328,8 @@ class NewTokens(NamedTuple):
 
 def count_accepted(sampled: Ints, drafts: Ints, num_drafts: Ints) -> Ints:
     """Return how many sampled tokens of each row are accepted: those up to the first one that differs from
-    its draft. A row has one sampled token more than drafts."""
+    its draft. `sampled` and `drafts` are concatenated over the rows; a row has one sampled token more than
+    drafts."""
     num_samples = 1 + num_drafts
     lasts = np.cumsum(num_samples) - 1
     is_mismatch = np.ones(len(sampled), np.bool_)
@@ -338,8 +351,8 @@ def batch_of(
     are_mixed: bool = False,
     uses_extra_vocab: bool = False,
 ) -> Batch:
-    """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks],
-    `uses_extra_vocab` that of `LoRATokens`."""
+    """Build the batch of a step from its input tensors by name. `block_tables` is [layer groups, rows,
+    blocks]; `uses_extra_vocab` is whether some LoRA adapter adds tokens."""
     has_adapters = "adapters" in inputs
     mrope_positions = inputs.get("mrope_positions")
     if mrope_positions is not None and len(mrope_positions) > len(inputs["positions"]):
@@ -378,8 +391,9 @@ def blank_batch(
     adapters: bool = False,
     axes: int = 0,
 ) -> tuple[Batch, dict[str, Tensor]]:
-    """Build a dummy step: its sequences read the first block and write nothing. All of them sample, or the
-    first `num_samples`. With `adapters` it runs the LoRA kernels, although no token has an adapter."""
+    """Build a dummy step of sequences with the lengths `lens`, which read the first block and write nothing.
+    All of them sample, or the first `num_samples`. With `adapters` the step runs the LoRA kernels, although
+    no token has an adapter."""
     num_groups, num_rows, _ = block_tables.shape
     num_samples = len(lens) if num_samples is None else num_samples
     sizes = BufferSizes(
@@ -396,4 +410,4 @@ def blank_batch(
 
 
 ONE_TOKEN: Ints = np.ones(1, np.int32)
-"""Lengths of the dummy step that a rank without rows computes."""
+"""Sequence lengths of the dummy step that an engine without requests computes."""

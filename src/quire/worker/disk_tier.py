@@ -1,7 +1,7 @@
 """DiskTier: KV cache blocks in files of a directory.
 
-A file holds the digests of the model and of its contents, and gets its name when it is complete. So a file of
-another model, or one that a crash or a disk has damaged, is never read as a block."""
+A file contains digests of the model and of the block, and is renamed to its final name when it is complete. A
+file of another model, or one that a crash or the disk has damaged, is therefore never read as a block."""
 
 import contextlib
 import fcntl
@@ -35,7 +35,7 @@ _ENDING = ".kv"
 _UNFINISHED = ".tmp"
 _NUM_READERS = 4
 _MAX_WAITING_BYTES = 1 << 30
-"""Most bytes that wait to be written; further blocks are not stored."""
+"""Most bytes that wait to be written; further blocks are not written."""
 _LOCK_S = 10.0
 """Seconds to wait until a previous process releases the directory."""
 _CLOSE_S = 30.0
@@ -44,7 +44,7 @@ Bytes = NDArray[np.uint8]
 
 
 class ContentsLater(Protocol):
-    """Contents of blocks that may still be copied."""
+    """Contents of blocks that may still be on their way to host memory."""
 
     def wait(self) -> Bytes:
         """Wait for the contents and return them."""
@@ -57,7 +57,7 @@ def _digest(key: bytes, data: Bytes) -> bytes:
 
 
 class DiskTier:
-    """Files of blocks by key. A separate thread writes them."""
+    """Files of KV cache blocks, one per block and named by its key. A separate thread writes them."""
 
     def __init__(self, folder: Path, *, model: bytes, block_bytes: int) -> None:
         """Open or create the folder of a model. `model` is the digest of everything that the contents of a
@@ -70,6 +70,8 @@ class DiskTier:
         self._num_waiting_bytes = 0
         self._read_s = self._write_s = 0.0
         self._num_written_bytes = 0
+        self._lost_writes: list[bytes] = []
+        """Keys of blocks that were not written, since the last `take_report`."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._folder_lock = self._open_folder()
         self._readers = ThreadPoolExecutor(_NUM_READERS, "quire-kv-read")
@@ -103,7 +105,7 @@ class DiskTier:
                 time.sleep(0.1)
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all files, the least recently used first. Other files are deleted."""
+        """Return the keys of all complete files, the least recently used first. Other files are deleted."""
         times: dict[bytes, float] = {}
         for path in self.folder.glob("*/*"):
             with contextlib.suppress(OSError):
@@ -120,29 +122,31 @@ class DiskTier:
 
     # ---- writing
 
-    @property
-    def num_free(self) -> int:
-        """Return how many more blocks may wait to be written."""
+    def admit(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first on, may be queued. The others are lost writes."""
         with self._lock:
             left = 0 if self.is_off else _MAX_WAITING_BYTES - self._num_waiting_bytes
-        return left // max(self.block_bytes, 1)
+            count = min(left // max(self.block_bytes, 1), len(keys))
+            self._lost_writes += keys[count:]
+        return count
 
     def write(self, keys: Sequence[bytes], contents: ContentsLater) -> None:
-        """Queue blocks for writing. Those with an empty key are skipped, and all if too many bytes wait."""
-        num_bytes = sum(map(bool, keys)) * self.block_bytes
+        """Queue blocks for writing that `admit` has counted."""
+        num_bytes = len(keys) * self.block_bytes
         with self._lock:
-            if self.is_off or self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
-                return
             self._num_waiting_bytes += num_bytes
         self._jobs.put(lambda: self._write_all(keys, contents, num_bytes))
 
     def _write_all(self, keys: Sequence[bytes], contents: ContentsLater, num_bytes: int) -> None:
+        num_written = 0
         try:
             data = contents.wait()
             began = time.monotonic()
             for key, block in zip(keys, data, strict=True):
-                if key and not self.is_off:
-                    self._write(key, block)
+                if self.is_off:
+                    break
+                self._write(key, block)
+                num_written += 1
             with self._lock:
                 self._write_s += time.monotonic() - began
                 self._num_written_bytes += num_bytes
@@ -156,6 +160,7 @@ class DiskTier:
         finally:
             with self._lock:
                 self._num_waiting_bytes -= num_bytes
+                self._lost_writes += keys[num_written:]
 
     def _write(self, key: bytes, block: Bytes) -> None:
         path = self._path(key)
@@ -173,7 +178,7 @@ class DiskTier:
             raise
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Queue the deletion of files, after the blocks that are queued for writing."""
+        """Queue the deletion of the files with these keys, after the blocks that are queued for writing."""
 
         def remove() -> None:
             for key in keys:
@@ -198,13 +203,16 @@ class DiskTier:
             self._read_s += time.monotonic() - began
         return blocks
 
-    def take_times(self, done: LoadDone) -> None:
-        """Add times and bytes of reads and writes since the last call, and whether the tier is off."""
+    def take_report(self, done: LoadDone) -> None:
+        """Add to `done` the times and bytes of reads and writes, and the keys of lost writes, since the last
+        call; set `is_off` if the tier is off."""
         with self._lock:
             done.read_s += self._read_s
             done.write_s += self._write_s
             done.written_bytes += self._num_written_bytes
             self._read_s, self._write_s, self._num_written_bytes = 0.0, 0.0, 0
+            done.lost_writes += self._lost_writes
+            self._lost_writes = []
         done.is_off = done.is_off or self.is_off
 
     def flush(self) -> None:
@@ -269,8 +277,8 @@ def open_disk_tier(config: EngineConfig, rank: Rank, block_bytes: int, ending: s
 
 def model_digest(config: EngineConfig) -> bytes:
     """Return the digest of everything that the contents of a block depend on besides tokens, adapter, media
-    and salt: the model and its weights, dtypes and the layout of the cache. Weights are named by the sizes
-    and times of their files, so a new file is another model."""
+    and salt: the model and its weights, dtypes and the layout of the cache. Weights are identified by the
+    names, sizes and times of their files, so a new file counts as another model."""
     draft = config.draft
     parts: list[object] = [
         *cache_identity(config).values(),

@@ -28,7 +28,7 @@ class Balancer:
         for layer in layers:
             layer.weights.by_expert()  # raises if the weights cannot move
         self._count_interval = math.gcd(eplb.window_size, eplb.step_interval)
-        """Steps per count: window and interval are multiples of it."""
+        """Number of steps per count of tokens; the window and the interval are multiples of it."""
         self._window: deque[Tensor] = deque(maxlen=eplb.window_size // self._count_interval)
         self._num_steps = 0
         self._unplaced: deque[tuple[Experts, list[int]]] = deque()
@@ -81,7 +81,7 @@ def _placement(layer: Experts) -> Placement:
 
 
 def move(layer: Experts, group: Group, before: Placement, after: Placement) -> None:
-    """Copy the weights of all experts that change their slot, between devices and within one."""
+    """Copy the weights of all experts that change their slot, between devices and within a device."""
     todo = copies_between(before, after)
     out = sorted((m for m in todo if m.source == group.rank), key=lambda m: m.target)
     into = sorted((m for m in todo if m.target == group.rank), key=lambda m: m.source)

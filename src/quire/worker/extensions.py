@@ -14,7 +14,7 @@ from quire.worker.rows import Rows
 
 
 class ConfigView:
-    """A section of the configuration under a name of vLLM, with values that only vLLM has."""
+    """A section of the configuration as vLLM names it, with additional `values` that exist only in vLLM."""
 
     def __init__(self, section: Any, **values: Any) -> None:
         self._section = section

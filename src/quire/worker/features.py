@@ -20,10 +20,10 @@ class StepFeature(Protocol):
     """A feature that runs before and after the forward pass."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Prepare a step; the rows are up to date, nothing is computed yet."""
+        """Prepare a step: its plan is applied to the rows, and nothing is computed yet."""
 
     def end(self, plan: StepPlan, output: ForwardResult, sampled: Sampled) -> None:
-        """Process a step; the rows have not advanced yet."""
+        """Process a step that has been sampled; `Rows.advance` has not been called yet."""
 
 
 class PromptLogprobs:

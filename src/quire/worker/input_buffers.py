@@ -33,15 +33,15 @@ class BufferSizes(NamedTuple):
     adapters: bool = False
     """Whether some token has an adapter."""
     drafts: bool = False
-    """Whether the device derives the inputs of decodes."""
+    """Whether the device computes inputs of the decodes (speculative decoding on a GPU)."""
     query_len: int = 0
-    """Tokens of each sequence in a step of decodes derived on the device; 0 if they vary."""
+    """Tokens of each sequence in a step of decodes whose inputs the device computes; 0 if they vary."""
     axes: int = 0
     """M-RoPE positions of each token: 1, or 3 (time, height, width); 0 for models without M-RoPE."""
 
 
 def slots_of(group: int) -> str:
-    """Return the name of the array with a layer group's slots."""
+    """Return the name of the array with the cache slots of a layer group's tokens."""
     return f"slots{group}" if group else "slots"
 
 
@@ -77,7 +77,7 @@ def bytes_of(sizes: BufferSizes) -> int:
 
 
 def host_arrays(memory: Tensor, sizes: BufferSizes) -> Arrays:
-    """Return the arrays as views of `memory`, bytes on the host."""
+    """Return the input arrays by name, as views of the bytes `memory` on the host."""
     raw = memory.numpy()
     return {
         name: raw[at : at + length * np.dtype(kind).itemsize].view(kind)
@@ -86,7 +86,7 @@ def host_arrays(memory: Tensor, sizes: BufferSizes) -> Arrays:
 
 
 def tensors(memory: Tensor, sizes: BufferSizes) -> dict[str, Tensor]:
-    """Return the arrays as tensors on the device of `memory`."""
+    """Return the input arrays by name, as tensors on the device of `memory`."""
     types: dict[type, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
     return {
         name: memory[at : at + length * np.dtype(kind).itemsize].view(types[kind])
@@ -95,10 +95,9 @@ def tensors(memory: Tensor, sizes: BufferSizes) -> dict[str, Tensor]:
 
 
 class StepBuffers:
-    """The input arrays of a step in `memory`, bytes on the host, which is reused step after step.
+    """The input arrays of a step, in host `memory` that is reused for later steps.
 
-    If the same sequences decode again, only the values that change are written.
-    """
+    If the same sequences decode again, only the values that change are written."""
 
     def __init__(self, memory: Tensor, sizes: BufferSizes) -> None:
         self.memory = memory
@@ -113,10 +112,9 @@ class StepBuffers:
         return is_decode and self._version == all_rows.version and _bytes_of(plan) == self._rows
 
     def write(self, plan: StepPlan, all_rows: Rows, places: Int64s = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
-        """Write a step. Values beyond its size stay as they are (see `blank`).
+        """Write the inputs of a step. Values beyond the sizes of the step stay unchanged (see `blank`).
 
-        `places` and `ids` are the changes of the flat block tables.
-        """
+        `places` are the changed entries of the flattened block tables, and `ids` their block ids."""
         if not self.holds(plan, all_rows):
             _fill_rows(self.arrays, plan, all_rows, self.sizes.query_len)
             self._rows, self._query_len, self._version = _bytes_of(plan), plan.query_len, all_rows.version
@@ -194,9 +192,9 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
 
 
 def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int = 1) -> None:
-    """Fill a decode step with padding from sequence `first` on. Padding reads nothing and writes to the
-    padding row; with several tokens per sequence it reads the first block, so that each token has something
-    to attend to."""
+    """Fill the arrays of a decode step with padding from sequence `first` on. Padding reads nothing and
+    writes to the row `pad_row`. With several tokens per sequence it reads the first block, since each token
+    must attend to some key."""
     for name, array in into.items():
         if (padding := _PADDING.get(name.rstrip("0123456789"))) is not None:
             array[first:] = padding
@@ -210,7 +208,8 @@ def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int
 
 
 def pad(into: Arrays, num_seqs: int) -> None:
-    """Pad a step of `num_seqs` sequences: the last one gets all padding tokens, those between none."""
+    """Pad a step of `num_seqs` sequences: all padding tokens belong to the last sequence of the arrays; the
+    sequences in between are empty."""
     starts = into["query_starts"]
     starts[num_seqs + 1 :] = starts[num_seqs]
     starts[-1] = len(into["token_ids"])

@@ -1,6 +1,7 @@
 """The lower tiers of a worker: copies of KV cache entries to host memory and disk, and back.
 
-There, an entry is one row of bytes: a block's pages of all layers, or a checkpoint of their states."""
+An entry is a KV block (its pages in all layers), or a checkpoint of the SSM states of all layers. In the
+lower tiers it is one row of bytes."""
 
 import threading
 import time
@@ -25,7 +26,8 @@ _AT_ONCE = 64
 
 
 class CacheEntries:
-    """The entries of a cache: tensors of all layers, [num_entries, ...] each. Entry i is row `first` + i."""
+    """The entries of one kind in the device cache: tensors of all layers, [entries, ...] each. Entry i is at
+    index `first` + i of each tensor."""
 
     def __init__(self, tensors: Iterable[Tensor], first: int = 0) -> None:
         unique: dict[tuple[object, ...], Tensor] = {}
@@ -39,7 +41,7 @@ class CacheEntries:
 
     @torch.inference_mode()
     def gather(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the contents of entries [n, entry_bytes], in `out` if it is given."""
+        """Return the contents [n, entry_bytes] of the entries with these ids, in `out` if it is given."""
         if out is None:
             out = torch.empty((len(ids), self.entry_bytes), dtype=torch.uint8, device=ids.device)
         for rows, part in self._parts(out):
@@ -48,12 +50,12 @@ class CacheEntries:
 
     @torch.inference_mode()
     def scatter(self, ids: Tensor, contents: Tensor) -> None:
-        """Set the contents of entries."""
+        """Set the contents [n, entry_bytes] of the entries with these ids."""
         for rows, part in self._parts(contents):
             rows.index_copy_(0, ids + self.first, part)
 
     def _parts(self, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return each tensor with its part of `contents`, both as 8-byte numbers if they are aligned."""
+        """Yield each tensor with its part of `contents`, both as 8-byte numbers if they are aligned."""
         first = 0
         for rows in self.tensors:
             size = rows[0].numel()
@@ -64,18 +66,18 @@ class CacheEntries:
 
 
 def cache_pages(layers: Iterable[Caching]) -> CacheEntries:
-    """Return the pages of a cache, by block."""
+    """Return the KV cache pages of these layers, with one entry per block."""
     paged = (layer for layer in layers if not isinstance(layer, SSMMixer))
     return CacheEntries(tensor for layer in paged for tensor in _caches(layer))
 
 
 def state_slots(checkpoints: StateCheckpoints) -> CacheEntries:
-    """Return the checkpoints of states, by slot."""
+    """Return the checkpoints of SSM states, with one entry per slot."""
     return CacheEntries((tensor.flatten(1) for tensor in checkpoints.tensors), checkpoints.last)
 
 
 def _is_aligned(rows: Tensor) -> bool:
-    """Whether bytes can be viewed as numbers of 8 bytes."""
+    """Whether a tensor of bytes can be viewed as 8-byte numbers."""
     sizes = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return rows.stride(-1) == 1 and rows.data_ptr() % 8 == 0 and not any(size % 8 for size in sizes)
 
@@ -120,45 +122,47 @@ def _caches(layer: Caching) -> list[Tensor]:
 
 
 class BlockCopies(Protocol):
-    """Copies between one kind of entries on the device and host memory."""
+    """Copies one kind of KV cache entries between the device and host memory."""
 
     entries: CacheEntries
 
     def new_slots(self, count: int) -> Tensor:
-        """Return memory [count + 1, entry_bytes] for `count` entries; row 0 belongs to none."""
+        """Return host memory [count + 1, entry_bytes] for `count` entries; row 0 is for none of them."""
 
     def begin_step(self) -> None:
-        """Order the next step after the copies to the host that were started with `ahead`."""
+        """Let the next step wait, on the device, for the copies to the host that `start_out` has started with
+        `ahead`: the step may overwrite these entries."""
 
     def start_out(
         self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
     ) -> "CopiedBlocks | None":
-        """Start to copy entries to the host, in the order of the steps: those with `rows[i] > 0` to that row
-        of `slots`, and with `keep` all of them to memory that is returned. With `ahead`, the next step,
-        which does not overwrite these entries, may run meanwhile."""
+        """Start to copy the entries `ids` to the host, after the submitted steps. Entry i is copied to row
+        `rows[i]` of `slots` if that row is above 0. With `keep`, all entries are also copied to memory that
+        is returned. With `ahead`, the next step, which does not overwrite these entries, may run during the
+        copy."""
 
     def begin_in(self) -> None:
-        """Order the next copies to the device after the steps that were submitted."""
+        """Let later copies to the device wait for the steps that were submitted."""
 
     def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
-        """Start to copy entries to the device; may run in any thread."""
+        """Start to copy `contents`, a row of bytes per entry, to the entries `ids`; may run in any thread."""
 
     def wait_in(self) -> None:
-        """Wait for the copies to the device that were started."""
+        """Wait until all started copies to the device are done."""
 
     def take_out_s(self) -> float:
-        """Return the seconds of copies to the host that have ended since the last call."""
+        """Return the duration in seconds of the copies to the host that have ended since the last call."""
 
 
 class CopiedBlocks(Protocol):
-    """Entries that are being copied to the host."""
+    """KV cache entries that are being copied to the host."""
 
     def wait(self) -> NDArray[np.uint8]:
         """Wait for the copy and return the contents [n, entry_bytes]."""
 
 
 class HostBlocks:
-    """Entries that have been copied to host memory."""
+    """KV cache entries that have been copied to host memory."""
 
     def __init__(self, contents: Tensor) -> None:
         self._contents = contents
@@ -168,7 +172,7 @@ class HostBlocks:
 
 
 class CpuBlockCopies:
-    """Copies of entries in host memory."""
+    """Copies KV cache entries of a CPU. Each copy is complete when it has been started."""
 
     def __init__(self, entries: CacheEntries) -> None:
         self.entries = entries
@@ -178,7 +182,7 @@ class CpuBlockCopies:
         return torch.empty((count + 1, self.entries.entry_bytes), dtype=torch.uint8)
 
     def begin_step(self) -> None:
-        """Do nothing: copies are done once they have been started."""
+        """Do nothing: no copy is under way."""
 
     def start_out(
         self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
@@ -186,19 +190,19 @@ class CpuBlockCopies:
         began = time.monotonic()
         contents = self.entries.gather(torch.tensor(ids))
         if slots is not None:
-            slots[torch.tensor(rows)] = contents  # row 0 takes the entries without a slot
+            slots[torch.tensor(rows)] = contents  # entries without a slot are written to row 0
         self._out_s += time.monotonic() - began
         return HostBlocks(contents) if keep else None
 
     def begin_in(self) -> None:
-        """Do nothing: steps are done once they have been submitted."""
+        """Do nothing: no step is under way."""
 
     def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
         rows = [torch.as_tensor(part) for part in contents]
         self.entries.scatter(torch.tensor(ids), torch.stack(rows))
 
     def wait_in(self) -> None:
-        """Do nothing: copies are done once they have been started."""
+        """Do nothing: no copy is under way."""
 
     def take_out_s(self) -> float:
         seconds, self._out_s = self._out_s, 0.0
@@ -206,7 +210,7 @@ class CpuBlockCopies:
 
 
 class KindTiers:
-    """Host slots and files of one kind of entries: pages or checkpoints of states."""
+    """The host tier and the disk tier of one kind of entries: KV blocks, or checkpoints of SSM states."""
 
     def __init__(self, copies: BlockCopies, num_slots: int, disk: DiskTier | None) -> None:
         self.copies = copies
@@ -216,9 +220,10 @@ class KindTiers:
         """Held while a load writes to the cache, and while the cache is replaced."""
 
     def store(self, stores: BlockStores, *, ahead: bool) -> None:
-        """Copy entries to their host slots, and queue their files, as many as may wait."""
+        """Copy entries to their host slots, and queue entries for the disk, up to its limit of waiting
+        bytes."""
         written = [at for at, is_written in enumerate(stores.to_disk) if is_written]
-        written = written[: 0 if self.disk is None else self.disk.num_free]
+        written = written[: 0 if self.disk is None else self.disk.admit([stores.keys[at] for at in written])]
         others = {at for at, slot in enumerate(stores.slots) if slot}.difference(written)
         for places, keep in ((written, True), (sorted(others), False)):
             if not places:
@@ -229,7 +234,8 @@ class KindTiers:
                 self.disk.write(part.keys, out)
 
     def load(self, load: BlockLoad, places: Sequence[int], remote: RemoteRead | None = None) -> list[int]:
-        """Copy the entries at these indices to the device; return those indices that cannot be read."""
+        """Copy the entries at these indices of `load` to the device; return the indices that cannot be
+        read."""
         failed: list[int] = []
         with self._entering:
             self.copies.begin_in()
@@ -246,7 +252,7 @@ class KindTiers:
     def _read(
         self, load: BlockLoad, places: Sequence[int], remote: RemoteRead | None
     ) -> dict[int, NDArray[np.uint8] | Tensor]:
-        """Return the contents of the entries that can be read, by index in `load`."""
+        """Return the contents of the entries at `places` that can be read, by their index in `load`."""
         contents: dict[int, NDArray[np.uint8] | Tensor] = {}
         elsewhere = [place for place in places if load.slots[place] == REMOTE]
         if elsewhere and remote is not None:
@@ -263,32 +269,32 @@ class KindTiers:
         return dict(sorted(contents.items()))
 
     def rebind(self, copies: BlockCopies) -> None:
-        """Use another cache, of the same layout."""
+        """Replace the device cache by another one of the same layout."""
         with self._entering:
             self.copies.wait_in()
             self.copies = copies
 
 
 class WorkerTiers:
-    """The lower tiers of one worker. Stores run in the order of steps, loads in threads while steps run."""
+    """The lower tiers of one worker. Entries are stored in the order of steps, and loaded while steps run."""
 
     def __init__(self, kinds: Sequence[KindTiers], remote: RemoteEngines | None = None) -> None:
-        """Build the tiers of pages, and of checkpoints of states if there are any."""
+        """`kinds` has the tiers of KV blocks, and of SSM state checkpoints if there are any."""
         self.kinds = kinds
         self.remote = remote
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all files, of each kind the least recently used first."""
+        """Return the keys of all files, of blocks first, of each kind the least recently used first."""
         disks = (kind.disk for kind in self.kinds if kind.disk is not None)
         return [key for keys in map(DiskTier.keys, disks) for key in keys]
 
     def begin_step(self) -> None:
-        """Order the next step after the copies of entries that it may overwrite."""
+        """Let the next step wait for the copies of entries that it may overwrite."""
         for kind in self.kinds:
             kind.copies.begin_step()
 
     def store(self, stores: BlockStores) -> None:
-        """Delete files, and copy entries to their host slots and files."""
+        """Delete the files of `stores.dropped`, and copy the entries to their host slots and files."""
         num_now = len(stores.ids) - stores.num_ahead
         for is_of_states, kind in enumerate(self.kinds):
             if kind.disk is not None and stores.dropped:
@@ -298,7 +304,7 @@ class WorkerTiers:
                 kind.store(stores.part(places), ahead=first == num_now)
 
     def load(self, load: BlockLoad) -> LoadDone:
-        """Copy entries to the device; those that cannot be read are left out."""
+        """Copy entries to the device. The result lists the entries that could not be read."""
         began, failed = time.monotonic(), list[int]()
         remote = self.remote.open(load.remote) if self.remote is not None and load.remote else None
         try:
@@ -314,12 +320,12 @@ class WorkerTiers:
         for kind in self.kinds:
             done.store_s += kind.copies.take_out_s()
             if kind.disk is not None:
-                kind.disk.take_times(done)
+                kind.disk.take_report(done)
         return done
 
     def read(self, ids: Sequence[int], out: memoryview | None, *, are_states: bool) -> NDArray[np.uint8]:
-        """Return the contents of entries on the device [n, entry_bytes], in `out` if it is given. Nothing may
-        write to these entries meanwhile."""
+        """Return the contents [n, entry_bytes] of blocks, or of checkpoints of states, in `out` if it is
+        given. Nothing may write to these entries during the call."""
         entries = self.kinds[are_states].copies.entries
         shape, target = (len(ids), entries.entry_bytes), None
         if out is not None:
@@ -327,7 +333,7 @@ class WorkerTiers:
         return entries.gather(torch.tensor(ids), target).numpy()
 
     def rebind(self, copies: Sequence[BlockCopies]) -> None:
-        """Use another cache, of the same layout."""
+        """Replace the device cache by another one of the same layout."""
         for kind, new in zip(self.kinds, copies, strict=True):
             kind.rebind(new)
 

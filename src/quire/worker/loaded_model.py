@@ -1,4 +1,4 @@
-"""LoadedModel: the layers that a worker runs, their weights, caches and adapter slots, and their runner."""
+"""LoadedModel: the layers of a worker, with their weights, caches and adapter slots."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,11 +54,11 @@ from quire.worker.state_checkpoints import StateCheckpoints
 log = get_logger(__name__)
 
 _CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, INT8_CACHE: torch.int8}
-"""KV cache dtypes that no model computes in."""
+"""KV cache dtypes in which no model computes, by their name in the configuration."""
 
 
 class LoadedModel:
-    """The layers that one device runs, from loading their weights to the runner of their steps."""
+    """The layers that one device runs: loads their weights, allocates caches and builds their runner."""
 
     def __init__(self, config: EngineConfig, world: World) -> None:
         self.config, self.world = config, world
@@ -97,18 +97,18 @@ class LoadedModel:
         self.slots: AdapterSlots | None = None
         """LoRA adapter slots; None if LoRA is off."""
         self.twins: LayerTwins | None = None
-        """The layers as they were before loading; None if their weights cannot be updated."""
+        """Copies of the layers before loading, to update weights; None if the weights cannot be updated."""
         if self.offload is not None:
             self.offload.close()
         self.offload = None
 
     def _layout(self, facts: ArchFacts) -> CacheLayout:
-        """Return the cache layout of this stage's layers, those of the draft last."""
+        """Return the cache layout of this pipeline stage's layers; layers of the draft model come last."""
         draft_specs = () if self.draft_facts is None else cache_specs(self.draft_facts)
         specs, longest = (*cache_specs(facts), *draft_specs), self.config.model.max_model_len
         full_layout = layout(specs, longest, self.config.states_per_row, self.config.cache.kv_cache_dtype)
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
-            full_layout = full_layout.keeping(1)  # the KV of its drafts is recomputed
+            full_layout = full_layout.keeping(1)  # sliding windows: the draft model computes tokens twice
         num, end = len(facts.layers), len(full_layout.specs) if self.stage.is_last else 0
         return full_layout.of({*self.stage.layers(num), *range(num, end)})
 
@@ -118,7 +118,8 @@ class LoadedModel:
         return bool(media and media.is_whole) or bool(pooling and pooling.bidirectional)
 
     def _causal_groups(self) -> tuple[int, ...]:
-        """Return the layer groups that stay causal in a model with `whole_in_windows`."""
+        """Return the layer groups that stay causal if images are bidirectional in sliding-window layers
+        only."""
         facts = self.config.checkpoint.facts
         if facts.media is None or not facts.media.whole_in_windows:
             return ()
@@ -149,7 +150,7 @@ class LoadedModel:
         return backend
 
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
-        """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
+        """Load the model without a cache; `on_progress` is called with the loaded fraction of the weights."""
         config = self.config
         if self.device.type == "cuda" and self.stage.is_last and config.pooling is None:
             from quire.worker.cuda.dummy_batches import compile_sampling_ahead
@@ -217,7 +218,8 @@ class LoadedModel:
         return sum(resident) + self.offload.buffer_bytes
 
     def bind(self, num_blocks: int, num_rows: int | None = None, num_checkpoints: int = 0) -> int:
-        """Give every layer a cache of these blocks, or a state per row and checkpoint; return the bytes."""
+        """Allocate the cache: blocks, and a state per row (of all rows by default) and per checkpoint for
+        layers with states. Return the number of bytes."""
         return bind(
             caching_layers(self.modules.modules()),
             self.layout,
@@ -234,12 +236,13 @@ class LoadedModel:
         return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
     def cache_entries(self, checkpoints: StateCheckpoints | None) -> list[CacheEntries]:
-        """Return the pages of the bound cache, and its checkpoints of states if there are any."""
+        """Return the blocks of the allocated cache, and its checkpoints of SSM states if there are any."""
         pages = cache_pages(caching_layers(self.modules.modules()))
         return [pages] if checkpoints is None else [pages, state_slots(checkpoints)]
 
     def block_copies(self, checkpoints: StateCheckpoints | None) -> list[BlockCopies]:
-        """Return copies of the entries of the bound cache."""
+        """Return the copies of blocks, and of checkpoints of SSM states if there are any, to the host and
+        back."""
         kinds = self.cache_entries(checkpoints)
         if self.device.type == "cpu":
             return [CpuBlockCopies(entries) for entries in kinds]
@@ -292,7 +295,7 @@ class LoadedModel:
 
     @property
     def _routes_group(self) -> int | None:
-        """Return `Model.routes_group`: all ranks choose the same experts, and the first returns them."""
+        """Return `Model.routes_group`; None on all ranks but the first: all ranks choose the same experts."""
         is_wanted = self.config.extensions.enable_return_routed_experts and self.world.tp.rank == 0
         return self.layout.windows.index(None) if is_wanted else None
 
@@ -321,7 +324,7 @@ class LoadedModel:
 def open_device(
     model: Model, all_rows: Rows, device: torch.device, drafts: SpecFacts | None = None
 ) -> Device:
-    """Return the device for a model; without native kernels, the CPU samples in torch."""
+    """Build the device that runs a model; a CPU without native kernels samples in torch."""
     if device.type == "cpu":
         return CpuDevice(model, all_rows, None if native.library() is None else sample_on_host)
     from quire.worker.cuda.device import CudaDevice

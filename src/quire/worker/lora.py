@@ -19,7 +19,7 @@ from quire.memory import human
 log = get_logger(__name__)
 
 _MOST_SPARES, _SPARE_BYTES, _QUIET_S = 4, 1 << 30, 1.0
-"""Limits of pinned memory for future adapters: buffers, bytes, and idle seconds before it is pinned."""
+"""Limits of pinned memory for future adapters (buffers, bytes), and seconds without a read before pinning."""
 
 
 class _CachedAdapter(NamedTuple):
@@ -62,8 +62,8 @@ class _Spares(threading.Thread):
 
 
 class LoRAManager:
-    """Keeps the most recently used adapters in host memory and copies them into slots. Other threads may read
-    adapters while steps run."""
+    """Caches the most recently used adapters in host memory and copies adapters into slots of the device.
+    Other threads may read adapters while steps run."""
 
     def __init__(self, slots: AdapterSlots, *, max_cached: int, layers: range | None = None) -> None:
         self.slots = slots
@@ -79,13 +79,13 @@ class LoRAManager:
         return len(self._cached)
 
     def fetch(self, lora: LoRARequest) -> AdapterFacts:
-        """Read an adapter unless it is in host memory; slots do not change."""
+        """Read an adapter unless it is in host memory. No slot of the device changes."""
         if not lora.load_inplace and (adapter := self._find(lora)) is not None:
             return adapter.facts
         return self._read(lora).facts
 
     def put(self, slot: int, lora: LoRARequest) -> None:
-        """Copy an adapter into a slot, in stream order."""
+        """Copy an adapter into a slot of the device, between the submitted steps and the next ones."""
         adapter = self._find(lora) or self._read(lora)
         self.slots.put(slot, adapter.factors, adapter.tables, adapter.vocab_rows)
         with self._lock:

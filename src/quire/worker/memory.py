@@ -1,9 +1,9 @@
-"""Memory of a model beside its cache, and the memory left for the cache."""
+"""Memory that a model needs besides its cache, and the memory that remains for the cache."""
 
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
@@ -29,7 +29,7 @@ class Needs:
     activations: int
     """Peak of the largest step, with all sampling features in all rows."""
     graphs: int = 0
-    """CUDA graphs, or tapes on a CPU."""
+    """CUDA graphs; on a CPU, tapes of recorded kernel calls."""
     counts: int = 0
     """Token counts for penalties."""
     buffers: int = 0
@@ -54,7 +54,7 @@ class Needs:
         return replace(self, weights=self.weights - num_bytes, buffers=num_bytes)
 
     def with_slots(self, num_bytes: int, device: str) -> "Needs":
-        """Return the needs with adapter slots, which are measured as `other` on a GPU."""
+        """Return the needs with LoRA adapter slots; on a GPU they are part of the measured `other`."""
         other = self.other - num_bytes if device == "cuda" else self.other
         return replace(self, adapters=num_bytes, other=other)
 
@@ -89,6 +89,15 @@ def free_bytes(machine: Machine) -> int:
     if machine.device == "cuda":
         return torch.cuda.mem_get_info()[0]
     return min(psutil.virtual_memory().available, machine.free_bytes)
+
+
+def measure_peak(run: Callable[[], object]) -> int:
+    """Return the peak bytes that a run on a GPU allocates, beyond what was allocated before."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> CacheRoom:
@@ -126,9 +135,10 @@ def bind(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Give every layer its part of a cache of `num_blocks` blocks, and return the bytes of all. Paged layers
-    share a slab with one layer of each other group. Other layers get a state per row, and one for padding;
-    SSM layers get `layout.states_per_row` states for each of these, followed by those of checkpoints."""
+    """Allocate a cache of `num_blocks` blocks, assign a part of it to every layer, and return its bytes. A
+    layer with pages shares its memory with one layer of each other group (see `CacheLayout.slabs`). Other
+    layers get a state per row, and one for padding. SSM layers get `layout.states_per_row` states for each of
+    these, followed by the states of checkpoints."""
     per_number = num_blocks * block_size * cache_dtype.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)
@@ -158,8 +168,8 @@ def bind(
 
 
 def reserve(*shape: int, device: torch.device) -> Tensor:
-    """Return zeroed bytes in one piece: kernels may read unwritten values and multiply them by 0. On a CPU
-    unused pages take no memory; huge pages are off, since they would give each layer's first block two
+    """Return contiguous zeroed bytes: kernels may read unwritten values and multiply them by 0. On a CPU,
+    unused pages take no memory. Huge pages are off, since the first block of each layer would take two
     megabytes."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)

@@ -10,11 +10,11 @@ from quire.errors import EngineError
 from quire.parallel.group import Group, Sending
 
 IntermediateTensors = tuple[Tensor, Tensor]
-"""Output of a pipeline stage for the next one, [T, hidden] each: of its last layer, and the residual."""
+"""Output of a pipeline stage for the next one: of its last layer, and the residual, [T, hidden] each."""
 
 
 class StageLink:
-    """Sends tensors to the next stage and receives them from the previous one; plans imply their sizes."""
+    """Sends tensors to the next stage and receives them from the previous one; sizes follow from the plan."""
 
     def __init__(self, group: Group, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.group = group
@@ -33,7 +33,8 @@ class StageLink:
         return 2 * (self.group.size + 1) * num_tokens * self._hidden * self._dtype.itemsize
 
     def receive(self, into: Tensor) -> None:
-        """Receive one message, possibly into a part of a larger buffer; without tokens there is none."""
+        """Receive the message of a step, possibly into a part of a larger buffer. Without tokens there is
+        none."""
         if not into.numel():
             return
         buffer = into if into.is_contiguous() else into.new_empty(into.shape)
@@ -44,7 +45,8 @@ class StageLink:
             raise EngineError("the step failed in a previous pipeline stage")
 
     def send(self, passed: IntermediateTensors) -> None:
-        """Send a copy of the output. Wait only for the message sent `num_stages` steps before."""
+        """Send a copy of this stage's output. Wait only for the message that was sent `num_stages` steps
+        ago."""
         self._send(torch.stack(passed))
 
     def _send(self, message: Tensor) -> None:
@@ -56,8 +58,8 @@ class StageLink:
         self._in_flight.append((message, self.group.isend(message, self.group.rank + 1)))
 
     def fail(self, num_tokens: int) -> None:
-        """Send an error mark in place of the output of a failed step. A CPU stage recognizes the mark. A
-        GPU stage could not recognize it without a wait, so its worker ends."""
+        """Send an error mark in place of the output of a failed step. A stage on a CPU recognizes the mark.
+        On a GPU that would need a wait, so the worker of the failed stage ends."""
         mark = self.receive_buffer(num_tokens)
         mark[0], mark[1] = torch.inf, torch.nan
         self._send(mark)

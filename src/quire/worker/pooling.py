@@ -1,4 +1,4 @@
-"""PoolingRunner: the runner of a pooling model, in which rows get a vector instead of tokens."""
+"""PoolingRunner: the runner of a pooling model, whose requests get vectors instead of tokens."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from quire.models.pooling import PoolingModel
 from quire.worker.cpu import Done
 from quire.worker.device import Model, blank_batch
 from quire.worker.input_buffers import StepBuffers, bytes_of, tensors
-from quire.worker.memory import Needs
+from quire.worker.memory import Needs, measure_peak
 from quire.worker.multimodal.bidirectional import last_visible_in_prompts
 from quire.worker.rows import Rows
 
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 _NO_SECOND = np.iinfo(np.int32).max
 _PART = 256
-"""Number of tokens with outputs over a vocabulary that are computed at once."""
+"""Number of tokens at once for which outputs as wide as the vocabulary are computed."""
 
 
 def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], PoolingModel]:
@@ -53,7 +53,7 @@ def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], Poolin
 
 
 class PoolingRunner:
-    """Runs a plan: updates rows, computes the model, pools. State between chunks is kept by row."""
+    """Runs a plan: updates rows, runs the layers and pools hidden states, by row over several chunks."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PoolingRunner:
         """Sliding window of each layer group; None for a model without a cache."""
         self.params: dict[int, PoolingParams] = {}
         self.partial = torch.zeros((max_rows, pooler.hidden), device=device)
-        """State [hidden] of prompts in several chunks, by row: the sum so far, or the first hidden state."""
+        """[rows, hidden], the state of chunked prompts: the sum so far, or the first hidden state."""
         self.states: dict[int, list[Tensor]] = {}
         """Hidden states of all tokens, for rows that pool by token."""
         self.second_start: Ints = np.full(max_rows, _NO_SECOND, np.int32)
@@ -174,7 +174,7 @@ class PoolingRunner:
         return Pooled.of(post_process(vector, params, self.pooling))
 
     def _pool_texts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
-        """Update the state of all rows; return the vectors of rows that end their prompt."""
+        """Update the pooling state of the plan's rows; return the vectors of rows that end their prompt."""
         rows = torch.from_numpy(plan.rows.astype(np.int64)).to(self.device)
         started = torch.from_numpy(self.all_rows.num_computed[plan.rows] > 0).to(self.device)
         before = torch.where(started[:, None], self.partial[rows], 0.0)
@@ -195,7 +195,7 @@ class PoolingRunner:
         return vectors
 
     def _finish_rows(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
-        """Finish vectors; rows with the same parameters, usually all, are finished together."""
+        """Finish the vectors of rows; rows with the same parameters, usually all, are finished together."""
         outputs: dict[int, Pooled] = {}
         groups: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):
@@ -226,12 +226,12 @@ class PoolingRunner:
             )
             return Needs(weights, activations, other=partial_bytes)
         batch = self._dummy_batch(limits.max_num_batched_tokens, config.model.max_model_len)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        hidden = self._forward(batch)
-        self._vectors(hidden[:_PART].float(), self.pooling.tasks[0])
-        torch.cuda.synchronize()
-        activations = torch.cuda.max_memory_allocated() - before
+
+        def run() -> None:
+            hidden = self._forward(batch)
+            self._vectors(hidden[:_PART].float(), self.pooling.tasks[0])
+
+        activations = measure_peak(run)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return Needs(weights, activations, other=total - free - weights - bound)
@@ -247,7 +247,7 @@ class PoolingRunner:
         return batch
 
 
-# ---- pooling types: functions of hidden states, batch, kept states of the rows, and which are kept
+# ---- pooling types: functions of hidden states, batch, the rows' states so far, and whether a row has one
 
 Gather = Callable[[Tensor, Batch, Tensor, Tensor], Tensor]
 
@@ -272,7 +272,7 @@ _TYPES: dict[str, Gather] = {"LAST": _last, "CLS": _first, "MEAN": _sum}
 
 
 def post_process(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> NDArray[np.float32]:
-    """Return [..., size] as requested: truncated to `dimensions`, normalized or made probabilities."""
+    """Return values [..., size] as requested: selected by id, truncated to `dimensions`, with activation."""
     if params.returned_token_ids is not None:
         values = values[..., params.returned_token_ids]
     if (head := pooling.head_of(params.task)) is not None:

@@ -29,8 +29,9 @@ class LayerPrefetch:
     """Copies the offloaded layers of a model in every forward pass, through hooks of its modules.
 
     Layer i uses buffer i % 2. Its copy begins when the computation of layer i - 2 is submitted, and waits for
-    it on the device. A CUDA graph of the forward pass contains the copies: they fork from its stream at the
-    first layer, and each joins it where its layer begins."""
+    that computation on the device. A CUDA graph of the forward pass contains the copies: they fork from the
+    captured stream at the first layer, and the stream waits for each copy before the layer that it belongs
+    to."""
 
     def __init__(self, model: nn.Module, layers: list[OffloadedLayer], copies: LayerCopies) -> None:
         self._copies, self._num_layers = copies, len(layers)

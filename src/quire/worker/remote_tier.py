@@ -1,6 +1,6 @@
-"""RemoteEngines: reads entries of the KV cache that other engines keep.
+"""RemoteEngines: reads KV cache entries that other engines offer.
 
-Each prefix is read over its own connection, so that nothing is left of an engine that has ended."""
+Each prefix is read over its own connection, so that no state remains of an engine that has ended."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ _AT_ONCE_BYTES = 32 << 20
 _MAX_BYTES = 1 << 30
 """Size limit of an answer; ZMQ closes connections that send a larger one."""
 _UNREACHABLE_S = 5.0
-"""Seconds for which an engine that could not be reached is not asked again."""
+"""Seconds after a failed connection in which the engine is not contacted again."""
 _LINGER_MS = 1000
 _OTHER_TOKEN = f"it refused the connection: {VARIABLE} must be the same for both engines"
 _MONITORED = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | FAILURES | MISMATCHES
@@ -47,17 +47,17 @@ class RemoteEngines:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the tier. `layout` describes the model and its cache; it must be the same in all engines."""
+        """Set the `layout`, which describes the model and its cache, and must be the same in all engines."""
         self.layout, self.token = layout, token
         self.digest = layout_digest(layout)
         self.timeout_s = timeout_s
         self.clock = clock
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._unreachable: dict[tuple[str, int], tuple[float, str]] = {}
-        """Time of the next attempt and problem, by host and port, of engines that could not be reached."""
+        """Engines that could not be reached, by host and port: time of the next attempt, and problem."""
 
     def open(self, prefix: RemotePrefix) -> "RemoteRead":
-        """Return a reader of a prefix; it has a problem if its engine could not be reached a moment ago."""
+        """Return a reader of a prefix; it reads nothing if its engine could not be reached a moment ago."""
         until, problem = self._unreachable.get((prefix.host, prefix.port), (0.0, ""))
         return RemoteRead(self, prefix, problem if self.clock() < until else "")
 
@@ -69,7 +69,7 @@ class RemoteEngines:
 
 
 class RemoteRead:
-    """Reads the entries of one prefix, and lets its engine release it at the end."""
+    """Reads the entries of one prefix from another engine, which releases the prefix at the end."""
 
     def __init__(self, engines: RemoteEngines, prefix: RemotePrefix, problem: str) -> None:
         self.problem = problem
@@ -142,7 +142,8 @@ class RemoteRead:
         message.memory, message.nonce = self._memory.path, self._memory.nonce
 
     def _ask(self, message: ReadEntries) -> tuple[EntriesRead, memoryview] | None:
-        """Send a message and return the answer with its entries. None: `problem` says why."""
+        """Send a message; return the answer and the bytes of its entries. On an error, set `problem` and
+        return None."""
         try:
             head, *frames = self._exchange(_encode(message))
             answer = _decode(head)

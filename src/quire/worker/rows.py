@@ -1,4 +1,4 @@
-"""The worker's row state: each request has a fixed row, and a plan carries only changes."""
+"""The worker's row state: each running request has a fixed row, and a plan contains only changes."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ONE_EACH: Ints = np.empty(0, np.int32)
 
 
 class Rows:
-    """State columns indexed by row. Memory that no request has reached is not touched and costs nothing."""
+    """The state of running requests, in arrays indexed by row. Parts that were never used take no memory."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Rows:
         max_drafts: int = 0,
         uses_mrope: bool = False,
     ) -> None:
-        """Allocate columns; block tables have `max_drafts` positions after the longest sequence."""
+        """Allocate the arrays; block tables have `max_drafts` positions after the longest sequence."""
         self.block_size = block_size
         self.sampling = sampling
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
@@ -57,7 +57,7 @@ class Rows:
         self.block_changes: list[tuple[Int64s, Ints]] = []
         """Changes of `block_tables` by the last plan: positions in the flat tables, and block ids."""
         self.drafts: Ints = np.zeros((max_rows, max_drafts), np.int32)
-        """Drafts that were proposed on the host, by row."""
+        """Draft tokens that were proposed on the host, by row."""
         self.embeds: dict[int, PromptEmbeds] = {}
         """Prompt embeddings that are not computed yet, by row."""
         self.mrope = MRopePositions(max_rows, max_len) if uses_mrope else None
@@ -157,7 +157,7 @@ class Rows:
         return 0 if self.mrope is None else self.mrope.num_axes(plan, self.num_computed)
 
     def num_slots(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Return how many tokens each row has room for, in its blocks and in its columns."""
+        """Return how many tokens each row has room for in its blocks, up to the maximum length."""
         num_tokens: NDArray[Any] = np.minimum(self.num_blocks[rows] * self.block_size, self.tokens.shape[1])
         return num_tokens
 

@@ -16,8 +16,7 @@ class OffloadedWeights:
     """The weights of a model in host memory, with their device memory freed.
 
     Storages are emptied and refilled in place, so that references to weights, or to parts of them, stay
-    valid. But their addresses change: what holds addresses, like CUDA graphs, must be built again.
-    """
+    valid. But their addresses change: CUDA graphs, which contain addresses, must be captured again."""
 
     def __init__(self, model: nn.Module) -> None:
         tensors = [*model.parameters(), *model.buffers()]

@@ -1,4 +1,4 @@
-"""Checkpoints of SSM states on the device: copies between the rows of requests and slots behind them."""
+"""Checkpoints of SSM states on the device: copies between the states of rows and the slots of checkpoints."""
 
 from collections.abc import Iterable
 
@@ -15,14 +15,15 @@ _AT_ONCE = 16
 
 
 class StateCheckpoints:
-    """Copies the states of all layers of a worker. The slots are rows of the same tensors, after those of
-    requests and of padding, so that kernels and CUDA graphs do not depend on them."""
+    """Copies SSM states of all layers of a worker to checkpoints and back. Checkpoints lie in the same
+    tensors, after the states of rows and of padding, so that kernels and CUDA graphs do not depend on
+    them."""
 
     def __init__(self, layers: Iterable[SSMMixer], num_rows: int, states_per_row: int = 1) -> None:
         self.tensors = [tensor for layer in layers for tensor in layer.bound if tensor.numel()]
         self.states_per_row = states_per_row
         self.last = (num_rows + 1) * states_per_row - 1
-        """The last state of padding; slot s comes s states after it."""
+        """Index of the last state of padding; the checkpoint in slot s is at index `last` + s."""
 
     def restore(self, plan: StepPlan) -> None:
         """Copy the states of admitted rows from their checkpoints, before the plan computes."""
@@ -38,7 +39,7 @@ class StateCheckpoints:
             self._copy(self._states_after(rows, num_tokens), self.last + slots)
 
     def _states_after(self, rows: Ints, num_tokens: Ints) -> Ints:
-        """Return the states of rows after their first `num_tokens`, as `SSMSequences` places them."""
+        """Return the indices of the rows' states after `num_tokens` tokens, as `SSMSequences` orders them."""
         states: Ints = rows * self.states_per_row + num_tokens % self.states_per_row
         return states
 

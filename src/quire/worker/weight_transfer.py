@@ -21,7 +21,7 @@ from quire.parallel.broadcast import PACKED_BYTES, BroadcastGroup, chunks, num_b
 _SHM = Path("/dev/shm")
 _SHM_NAME = re.compile(r"[\w.-]{1,200}")
 _META = ("names", "dtype_names", "shapes")
-"""Lists of an update_info that describe its tensors."""
+"""Keys of an `update_info` whose lists describe its tensors."""
 
 
 class WeightTransport(Protocol):

@@ -16,12 +16,13 @@ log = get_logger(__name__)
 
 
 class WeightUpdater:
-    """The weight updates of one worker. The model serves its old weights until `commit`."""
+    """The weight updates of one worker. Steps use the old weights until `commit`."""
 
     def __init__(
         self, model: nn.Module, twins: LayerTwins | None, backend: str, device: torch.device, index: int
     ) -> None:
-        """`twins` is None if weights cannot be updated; `index` numbers the workers of all engines."""
+        """`twins` are copies of the layers before loading; None if weights cannot be updated. `index` numbers
+        the workers of all engines."""
         self._model, self._twins = model, twins
         self._backend = backend
         self._transport: WeightTransport | None = (

@@ -68,7 +68,7 @@ class Worker:
         self.balancer: Balancer | None = None
         """Expert load balancer; None without EPLB."""
         self._needs: Needs | None = None
-        """Memory beside the cache; None for a model without a cache."""
+        """Memory that the worker needs besides the cache; None for a model without a cache."""
         self._fatal: tuple[type[Exception], ...] = (torch.AcceleratorError,)
         if self.loaded.stage.count > 1 and self.device.type == "cuda":
             self._fatal = (Exception,)  # the next stages cannot be notified without a wait
@@ -85,7 +85,7 @@ class Worker:
         self._updater: WeightUpdater | None = None
         """Updater of the loaded weights; None before the first update."""
         self._asleep: set[str] = set()
-        """Parts of `MEMORY` that are asleep."""
+        """Parts of the memory that are asleep: weights, KV cache, or both."""
         self._name = f"dp{world.rank.dp}_pp{world.rank.pp}_tp{world.rank.tp}_rank"
         profiling = Profiling.of(config.observability.profiler_config)
         self._profiler: TorchProfiler | None = None
@@ -108,7 +108,7 @@ class Worker:
         return size
 
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
-        """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
+        """Load the model without a cache; `on_progress` is called with the loaded fraction of the weights."""
         started, loaded = time.monotonic(), self.loaded
         loaded.load(on_progress)
         if loaded.slots is not None:
@@ -119,7 +119,7 @@ class Worker:
         log.info("Loaded %s of weights in %.2f s", human(loaded.num_bytes), time.monotonic() - started)
 
     def measure(self) -> CacheSize:
-        """Return the size of the cache that fits beside the model; the layers get a minimal cache."""
+        """Return the size of the cache that fits beside the model; layers have a minimal cache meanwhile."""
         config, facts = self.config, self.config.checkpoint.facts
         all_rows = self._rows = Rows(
             max_rows=config.scheduler.max_num_seqs,
@@ -192,14 +192,15 @@ class Worker:
         self._rebind_tiers()
 
     def _rebind_tiers(self) -> None:
-        """Let the lower tiers use the bound cache."""
+        """Let the lower tiers copy from and to the newly allocated cache."""
         if self._tiers is not None:
             has_states = self._size is not None and self._size.num_checkpoints
             states = self.loaded.checkpoints() if has_states else None
             self._tiers.rebind(self.loaded.block_copies(states))
 
     def warm_up(self) -> None:
-        """Warm up, together with the workers that run the same steps: all of them have a cache by now."""
+        """Warm up, for example capture CUDA graphs. All workers that run the same steps must have a cache,
+        and warm up together."""
         assert not self._asleep, "wake_up() comes first"
         self._forget_steps()
         with self._cache_freed_on_error():
@@ -230,7 +231,7 @@ class Worker:
             return pending
 
     def sample_tokens(self, masks: Masks) -> None:
-        """Sample the last plan, its constrained rows under `masks`."""
+        """Sample the rows of the last plan, with these grammar masks for its constrained rows."""
         if isinstance(self._runner, Runner):
             with device_failures(self._fatal):
                 self._runner.sample_tokens(masks)
@@ -276,13 +277,14 @@ class Worker:
     # ---- lower tiers of the KV cache
 
     def describe_tiers(self) -> tuple[int, int]:
-        """Return the bytes of a block on this worker, and of a checkpoint of states."""
+        """Return the bytes of a block on this worker, and of a checkpoint of SSM states."""
         sizes = [entries.entry_bytes for entries in self.loaded.cache_entries(self._checkpoints)]
         return sizes[0], sum(sizes[1:])
 
     def open_tiers(self, num_slots: list[int]) -> list[bytes]:
-        """Open the host tier with `num_slots` for blocks and for checkpoints of states, and the disk tier if
-        a directory is configured. Return the keys on disk, of each kind the least recently used first."""
+        """Open the host tier with these numbers of slots for blocks and for checkpoints of SSM states, and
+        the disk tier if a directory is configured. Return the keys on disk, of each kind the least recently
+        used first."""
         copies, names = self.loaded.block_copies(self._checkpoints), ("", "_states")
         disks = [
             open_disk_tier(self.config, self.world.rank, kind.entries.entry_bytes, name)
@@ -294,7 +296,7 @@ class Worker:
         return self._tiers.keys()
 
     def store_blocks(self, stores: BlockStores) -> None:
-        """Copy blocks to lower tiers, in the order of steps."""
+        """Copy blocks to lower tiers, after the submitted steps."""
         assert self._tiers is not None, "open_tiers() comes first"
         self._tiers.store(msgspec.convert(stores, BlockStores))
 
@@ -390,7 +392,7 @@ class Worker:
             self.adapters.slots.release()
 
     def _drop_cache(self) -> None:
-        """Free the cache and everything that holds its address."""
+        """Free the cache and everything that contains its address."""
         self._forget_steps()
         self._checkpoints = None
         if self.loaded.encoder is not None:

@@ -1,4 +1,4 @@
-"""Copies of KV cache entries between a GPU and pinned host memory, on a stream beside the steps."""
+"""Copies of KV cache entries (blocks, checkpoints of SSM states) between a GPU and pinned host memory."""
 
 import threading
 from collections import deque
@@ -14,17 +14,19 @@ from quire.kernels.host_to_device import copy_to_device
 from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 
 _LOAD_BYTES = 32 << 20
-"""Most bytes of each of two device buffers for entries on their way from the host; at least one entry."""
+"""Size limit in bytes of each of the two device buffers through which entries arrive from the host. A buffer
+has room for at least one entry."""
 _STORE_BYTES = 128 << 20
-"""Most bytes of each of two device buffers for entries on their way to the host. A step waits if it evicts
-more than fits into both buffers: with a prompt of 8,192 tokens, entries not copied ahead are up to 200
-MiB."""
-_STORE_SHARE = 128
-"""A buffer to the host has at most the bytes of the cache divided by this, or `_LOAD_BYTES` if more."""
+"""Size limit in bytes of each of the two device buffers through which entries leave to the host. A step waits
+if it evicts more than both buffers hold: with a prompt of 8,192 tokens, entries not copied ahead are up to
+200 MiB."""
+_STORE_DIVISOR = 128
+"""The size limit of a buffer to the host is also the cache's size divided by this, but at least
+`_LOAD_BYTES`."""
 
 
 class PinnedBlocks:
-    """Entries that are being copied to pinned memory."""
+    """KV cache entries that are being copied to pinned host memory."""
 
     def __init__(self, contents: Tensor, copied: torch.cuda.Event) -> None:
         self._contents, self._copied = contents, copied
@@ -35,7 +37,8 @@ class PinnedBlocks:
 
 
 class _Staging:
-    """A device buffer of entries between the cache and the host, and the end of its last use."""
+    """A device buffer for entries between the cache and the host, and the event at the end of its last
+    use."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -43,35 +46,36 @@ class _Staging:
 
 
 class CudaBlockCopies:
-    """Copies of one kind of entries on a GPU.
+    """Copies one kind of KV cache entries between a GPU and the host.
 
-    Entries that the next step overwrites are gathered on the stream of the steps, and copied to the host on
-    another stream. The step waits if both buffers are still being copied. Other entries are gathered on the
-    second stream, too, while the step runs. Entries from the host arrive on a third stream, and are scattered
-    on the second while the next ones arrive: no step uses them yet."""
+    Entries that the next step overwrites are gathered into a buffer on the stream of the steps, and copied to
+    the host on a second stream. The step waits if both buffers are in use. Entries that stay in place are
+    also gathered on the second stream, while the step runs. Entries from the host are copied on a third
+    stream, and scattered into the cache on the second stream; no step reads them before that."""
 
     def __init__(self, entries: CacheEntries, device: torch.device) -> None:
         self.entries, self.device = entries, device
         self._step_stream = torch.cuda.current_stream(device)
         self._copy_stream, self._load_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._lock = threading.Lock()
-        """Held while work is enqueued on the second stream or the third."""
+        """Held while work is enqueued on the copy stream or the load stream."""
         size = entries.entry_bytes
         self._load_buffers = self._new_buffers(_LOAD_BYTES)
         cache_bytes = size * entries.num_entries
         self._store_buffers = self._new_buffers(
-            min(_STORE_BYTES, max(_LOAD_BYTES, cache_bytes // _STORE_SHARE))
+            min(_STORE_BYTES, max(_LOAD_BYTES, cache_bytes // _STORE_DIVISOR))
         )
         self._part_rows = rows_pinned_together(size) if size else 1
         self._ahead_copied = torch.cuda.Event()
-        """End of the copies that run beside a step."""
+        """Event at the end of the copies that run beside a step."""
         self._all_stored = torch.cuda.Event()
-        """End of all copies to the host. Loads wait for it: their entries may just have been stored."""
+        """Event at the end of all copies to the host. Copies to the device wait for it, since they may read
+        entries that have just been stored."""
         self._copy_times: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         """Begin and end of each copy to the host that `take_out_s` has not counted yet."""
 
     def _new_buffers(self, num_bytes: int) -> list[_Staging]:
-        """Return two buffers of this size, of at least one entry each."""
+        """Return two device buffers of at most `num_bytes` bytes, or of one entry if an entry is larger."""
         size = self.entries.entry_bytes
         count = max(min(num_bytes // max(size, 1), self.entries.num_entries), 1)
         return [*map(_Staging, torch.empty((2, count, size), dtype=torch.uint8, device=self.device))]
@@ -114,7 +118,7 @@ class CudaBlockCopies:
         return None if host is None else PinnedBlocks(host, copied)
 
     def _gather(self, places: Tensor, *, ahead: bool) -> Tensor:
-        """Gather the contents of entries into the first buffer of the list, which becomes the last one."""
+        """Gather these cache entries into the less recently used of the two buffers; return the contents."""
         staging = self._store_buffers[0]
         self._store_buffers.reverse()
         if ahead:
@@ -162,7 +166,8 @@ class CudaBlockCopies:
 
 
 def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of consecutive rows in one part of memory, without rows 0: index, first row, length."""
+    """Yield each run of consecutive numbers in `rows` as (index in `rows`, first row, length), without rows
+    0. A run never crosses a part of `part_rows` rows of host memory, since each part is pinned separately."""
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first] or rows[at] % part_rows == 0:
@@ -172,7 +177,8 @@ def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]
 
 
 def _joined(rows: Sequence[Tensor], part_rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield index and tensor [n, size] of each run of rows that follow each other in one part of memory."""
+    """Yield the index and a tensor [n, size] of each run of n rows that follow each other in host memory. A
+    run never crosses a part of `part_rows` rows, since each part is pinned separately."""
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or not _follows(rows[at - 1], rows[at], part_rows):

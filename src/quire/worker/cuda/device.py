@@ -13,7 +13,6 @@ from quire.config.speculation import SpecFacts
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.host_to_device import copy_to_device
 from quire.memory import GRAPH_BYTES, MAX_SAMPLES, ladder, max_mixed_tokens, mixed_bytes, mixed_shapes
-from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.memory_probe import probe_memory
 from quire.sampling.sampler import Sampled, Sampler
@@ -23,8 +22,8 @@ from quire.worker.cuda.dummy_batches import DummyBatches
 from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, verify_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling
 from quire.worker.cuda.readback import PendingTokens, Read
-from quire.worker.device import ONE_TOKEN, DeviceStep, ForwardResult, Model, NewTokens, StepFeatures
-from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, tensors
+from quire.worker.device import ONE_TOKEN, ForwardResult, Model, NewTokens, StepFeatures
+from quire.worker.input_buffers import StepBuffers, bytes_of, tensors
 from quire.worker.memory import Needs
 from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import ONE_EACH, Int64s, Rows
@@ -36,8 +35,8 @@ _CAPTURE_S = 30.0
 
 
 class CudaDevice:
-    """Runs steps on a GPU. Block tables (by layer group) and last tokens are kept on it by row; the last row
-    is padding."""
+    """Runs steps on a GPU. Each running request has a row. Block tables (by layer group) and the last token
+    of each row are in GPU memory; the last row is padding."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class CudaDevice:
         in_flight = max(IN_FLIGHT, self.num_stages + 1)
         self.model = model
         self.sample = sample
-        """Samples from logits, sampling parameters and token constraints."""
+        """Function that samples token ids from logits, sampling parameters and grammar constraints."""
         self.device = device
         self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
@@ -80,10 +79,11 @@ class CudaDevice:
         self._sampled_in_graph: Tensor | None = None
         self._all_rows = all_rows
         self._draft_graphs: DraftGraphs | None = None
-        """Graphs of draft proposals; None if no model proposes drafts."""
+        """CUDA graphs by which a draft model proposes tokens; None if no model proposes drafts."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Measure the memory: run the largest step with all sampling features, and the largest graphs."""
+        """Measure the memory: run the largest step with all sampling features, and the largest captured
+        step."""
         limits, link = config.scheduler, self.model.link
 
         def probe_sampler(output: ForwardResult) -> None:
@@ -108,8 +108,8 @@ class CudaDevice:
         return Needs(weights, activations, graphs, counts, other=total - free - weights - counts - bound)
 
     def _graph_bytes(self, config: EngineConfig, item: int) -> int:
-        """Return the memory of all CUDA graphs, for values of `item` bytes. Each graph keeps its results and
-        shares its temporary memory with the larger graphs."""
+        """Return the bytes of all CUDA graphs; a value of the model's dtype has `item` bytes. Each graph has
+        memory for its results, and shares its temporary memory with the larger graphs."""
         facts, largest, mixed = config.checkpoint.facts, self._max_decodes(config), self._mixed_shapes(config)
         verify_sizes = [size * n for size, n in verify_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *verify_sizes]) if self._captures(config) else []
@@ -128,7 +128,8 @@ class CudaDevice:
         return num_bytes
 
     def _max_decodes(self, config: EngineConfig) -> int:
-        """Return the most decodes of one step: a pipeline spreads its rows over as many steps as stages."""
+        """Return the most decodes of one step: with pipeline stages, the rows are spread over several
+        steps."""
         return -(-config.scheduler.max_num_seqs // self.num_stages)
 
     def _captures(self, config: EngineConfig) -> bool:
@@ -141,7 +142,8 @@ class CudaDevice:
         return 1 if self.speculation is None else 1 + self.speculation.most
 
     def _mixed_shapes(self, config: EngineConfig) -> list[tuple[int, int]]:
-        """Return the shapes of steps with prompts to capture; empty if such steps cannot be captured."""
+        """Return the shapes (sequences, tokens) of steps with prompts to capture; empty if none can be
+        captured."""
         supported = self.model.attention.captures_prompts and self.model.link is None
         facts = config.checkpoint.facts
         kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
@@ -172,7 +174,8 @@ class CudaDevice:
 
     @property
     def _verify_to_capture(self) -> Callable[[ForwardResult], Tensor] | None:
-        """Return the verification to capture after each step; None if the graph of the step contains it."""
+        """Return the function that verifies draft tokens, to capture after each step. None without drafts, or
+        if the graph of the step contains the verification."""
         return None if self.speculation is None or self.speculation.after_step is None else self._verify
 
     def _capture_draft_graphs(self, draft_graphs: DraftGraphs, max_rows: int) -> None:
@@ -196,7 +199,7 @@ class CudaDevice:
             self._draft_graphs.forget()
         self._sampled_in_graph = None
 
-    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
+    def run(self, plan: StepPlan, all_rows: Rows) -> ForwardResult | IntermediateTensors:
         places, ids = all_rows.all_block_changes()
         self._masked_sampling.set_later(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
         features = self.model.features(plan, all_rows, self.device)
@@ -207,14 +210,15 @@ class CudaDevice:
         graph = None if features.is_eager else self.graphs.find(plan, adapters=features.has_adapters)
         if graph is not None and (graph.takes_embeds or not features.has_media):
             return self._replay(graph, plan, all_rows, places, ids, features.embeds)
-        return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
+        return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._run_idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether verification waits for the sampler, since rows need more than the graph's sampling."""
+        """Whether drafts are verified after the sampler, since rows need features that the forward pass
+        lacks."""
         return self.speculation is not None and all_rows.sampling.special(plan.logit_rows) != 0
 
     def _propose_drafts(self, draft_graphs: DraftGraphs, plan: StepPlan, places: Int64s, ids: Ints) -> bool:
-        """Propose drafts if the step has any. Return whether the block tables were updated too."""
+        """Propose draft tokens if the step needs any. Return whether the block tables were updated too."""
         draft_graphs.begin(plan)
         if not draft_graphs.has_work(plan):
             draft_graphs.skip(plan)
@@ -232,26 +236,21 @@ class CudaDevice:
         places: Int64s,
         ids: Ints,
         embeds: tuple[Tensor, Tensor] | None,
-    ) -> DeviceStep:
+    ) -> ForwardResult | IntermediateTensors:
         if len(ids) > graph.sizes.blocks:
             self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
             places, ids = places[:0], ids[:0]
         graph.load(plan, all_rows, places, ids, embeds)
-        count = len(plan.logit_rows)
-
-        def run() -> ForwardResult | IntermediateTensors:
-            output = graph.replay(count)
-            if isinstance(output, ForwardResult):
-                self._sampled_in_graph = output.token_ids
-            return output
-
-        return self.model.step(
-            run, None if graph.intermediate_tensors is None else graph.intermediate_tensors[:, :count]
-        )
+        count, buffer = len(plan.logit_rows), graph.intermediate_tensors
+        self.model.receive(None if buffer is None else buffer[:, :count])
+        output = graph.replay(count)
+        if isinstance(output, ForwardResult):
+            self._sampled_in_graph = output.token_ids
+        return output
 
     def _eager(
         self, plan: StepPlan, all_rows: Rows, places: Int64s, ids: Ints, features: StepFeatures
-    ) -> DeviceStep:
+    ) -> ForwardResult | IntermediateTensors:
         drafts = self.speculation is not None
         sizes = features.sizes(plan, len(self.block_tables), len(ids), drafts=drafts)
         memory = next(self._pinned_buffers).take(bytes_of(sizes))
@@ -260,19 +259,19 @@ class CudaDevice:
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = features.batch(inputs, self.block_tables, plan.num_tokens, seq_lens)
         batch.intermediate_tensors = self.model.receive_buffer(plan.total_tokens)
-        self._set_ep_tokens(batch, plan)
-        return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
+        return self._run_batch(plan, batch, inputs)
 
-    def _idle(self, plan: StepPlan) -> DeviceStep:
-        """Return a step of one dummy token, for a rank without rows."""
-        batch, inputs = self.dummy_batches.make(ONE_TOKEN)
-        self._set_ep_tokens(batch, plan)
-        return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
+    def _run_idle(self, plan: StepPlan) -> ForwardResult | IntermediateTensors:
+        """Run a step of one dummy token for an engine without requests: the experts need all engines."""
+        return self._run_batch(plan, *self.dummy_batches.make(ONE_TOKEN))
 
-    def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
-        """Set the expert-parallel buffer size to that of ranks that replay a graph."""
-        if plan.counts:
+    def _run_batch(
+        self, plan: StepPlan, batch: Batch, inputs: dict[str, Tensor]
+    ) -> ForwardResult | IntermediateTensors:
+        if plan.counts:  # the buffer size of expert parallelism is that of engines that replay a graph
             batch.ep = EPTokens(plan.total_tokens, self.graphs.size_for(max(plan.counts)))
+        self.model.receive(batch.intermediate_tensors)
+        return self.compute(batch, inputs)
 
     def compute(self, batch: Batch, inputs: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
         """Compute a step on the device, inside or outside a captured graph."""
@@ -284,29 +283,20 @@ class CudaDevice:
         else:
             sources = inputs["sources"]
             batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], inputs["token_ids"])
-        out = self.model.hidden(batch)
-        if not self.model.has_lm_head:
-            passed: IntermediateTensors = out
-            return passed
-        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
-        routes = self.model.routes(batch)
         # Padding tokens of a captured step lie between the others; their samples come last.
-        is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
-        states = hidden if is_all else hidden[batch.logit_tokens]
-        logits, sampling = self.model.logits(states, batch), sampling_tensors(inputs)
-        token_ids = self._sampled_in_graph = self.sample(
-            logits, sampling, self._masked_sampling.later_constraints(len(logits))
-        )
-        verified = None
+        is_padded = verify_inputs is not None and batch.max_query_len > 1
+        out = self.model.compute(batch, inputs, is_padded=is_padded)
+        if not isinstance(out, ForwardResult):
+            return out
+        constraints = self._masked_sampling.later_constraints(len(out.logits))
+        token_ids = self._sampled_in_graph = self.sample(out.logits, out.sampling, constraints)
+        rows, verified = inputs["logit_rows"], None
         if verify_inputs is None:
-            self.last_tokens.index_copy_(0, inputs["logit_rows"], token_ids)
+            self.last_tokens.index_copy_(0, rows, token_ids)
         elif self.speculation is not None and self.speculation.after_step is None:
-            later = self._masked_sampling.later
-            verified = self.speculation.verify(
-                verify_inputs, aux or (hidden,), token_ids, sampling.seeds, later
-            )
-        extra = verify_inputs, aux, None, verified
-        return ForwardResult(hidden, logits, token_ids, sampling, inputs["logit_rows"], *extra, routes=routes)
+            later, seeds = self._masked_sampling.later, inputs["seeds"]
+            verified = self.speculation.verify(verify_inputs, out.draft_states, token_ids, seeds, later)
+        return out._replace(token_ids=token_ids, rows=rows, verify_inputs=verify_inputs, verified=verified)
 
     def _sample_masked(self, output: ForwardResult) -> Tensor:
         count = len(output.logits)

@@ -25,7 +25,8 @@ _INPUTS = ("rows", "num_slots", "seeds", "top_k", "temperature", "top_p", "min_p
 
 
 class DraftGraphs:
-    """Proposes drafts for the rows of a step; the number of their tokens is known to the device only."""
+    """Proposes draft tokens for the rows of a step by a draft model. Only the device has the number of tokens
+    of a row: it depends on the number of accepted drafts."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class DraftGraphs:
         self._greedy = SamplingTensors(
             *(torch.zeros(room, dtype=kind, device=tables.device) for kind in kinds)
         )
-        """Greedy sampling parameters, for the most rows."""
+        """Parameters of greedy sampling, for the largest number of rows."""
 
     def forget(self) -> None:
         self._graphs = {}
@@ -67,7 +68,8 @@ class DraftGraphs:
             self.draft_progress.begin(plan)
 
     def has_work(self, plan: StepPlan) -> bool:
-        """Whether the drafter has work before a step."""
+        """Whether the drafter runs before a step: for drafts, or because a draft model computes every
+        step."""
         return len(plan.num_drafts) > 0 or (self.draft_progress is not None and not self.draft_progress.lags)
 
     def skip(self, plan: StepPlan) -> None:
@@ -75,7 +77,7 @@ class DraftGraphs:
             self.draft_progress.skip(plan)
 
     def __call__(self, plan: StepPlan) -> None:
-        """Propose drafts for the decodes of a step; the block tables on the device are up to date."""
+        """Propose drafts for the decodes of a step. The block tables on the device must be up to date."""
         decodes, late = is_decode(plan), np.zeros(len(plan.rows), np.bool_)
         if (progress := self.draft_progress) is not None:
             missed, late = progress.missed(plan, self._max_tokens)
@@ -98,7 +100,7 @@ class DraftGraphs:
         self.compute(memory.to(self.tables.device, non_blocking=True)[:, : len(rows)], most)
 
     def _inputs(self, rows: Ints) -> NDArray[np.int64]:
-        """Return [inputs, rows], floats as the bits of float64."""
+        """Return [inputs, rows] in the order of `_INPUTS`; floats are stored as the bits of float64."""
         state = self._all_rows.sampling
         floats = (state.sample_temperature, state.top_p, state.min_p)
         return np.stack(
@@ -112,7 +114,7 @@ class DraftGraphs:
         )
 
     def compute(self, inputs: Tensor, most: int, sample: Sample | None = None) -> None:
-        """Propose drafts on the device, inside or outside a captured graph."""
+        """Propose `most` drafts per row on the device, inside or outside a captured graph, from `_inputs`."""
         spec_tokens, rows = self.spec_tokens, inputs[0]
         last = spec_tokens.lengths[rows].long() - 1
         both = torch.stack((last - 1, last), 1).clamp_(min=0)
@@ -128,7 +130,7 @@ class DraftGraphs:
         spec_tokens.num_drafts.index_fill_(0, rows, most)
 
     def _draft_sampling(self, inputs: Tensor, sample: Sample) -> SampleDrafts:
-        """Return the sampling function of drafts: with the parameters of each row, or greedy."""
+        """Return the function that samples draft tokens: with the parameters of each row, or greedy."""
         params = SamplingTensors(*(column[: inputs.shape[1]] for column in self._greedy))
         if self._is_probabilistic:
             floats = inputs[4:].view(torch.float64).float()
@@ -137,7 +139,7 @@ class DraftGraphs:
         return lambda logits, positions: sample(logits, params._replace(positions=positions))
 
     def compile(self, size: int, most: int) -> None:
-        """Compile the kernels without running them; their results are undefined."""
+        """Compile the kernels for `size` rows with `most` drafts each, without running them."""
 
         def sample_dummy(logits: Tensor, params: SamplingTensors) -> Tensor:
             self._sample(logits, params)
@@ -148,7 +150,8 @@ class DraftGraphs:
         self.compute(inputs[:, :size], most, sample_dummy)
 
     def capture(self, shapes: list[tuple[int, int]], pool: Any, *, seconds: float, in_flight: int) -> None:
-        """Capture graphs for (rows, drafts), the largest first, for `seconds`. Other shapes run eagerly."""
+        """Capture a graph for each of the shapes (rows, drafts per row), the largest first. Shapes that are
+        not captured within `seconds` run eagerly."""
         began = time.monotonic()
         for size, most in reversed(shapes):
             if time.monotonic() - began < seconds:
@@ -156,7 +159,7 @@ class DraftGraphs:
 
 
 class _DraftGraph:
-    """The captured proposal of drafts for up to `size` rows. Its inputs have a fixed address."""
+    """The captured proposal of drafts for up to `size` rows. The graph's inputs have a fixed address."""
 
     def __init__(self, owner: DraftGraphs, size: int, most: int, pool: Any, in_flight: int) -> None:
         device, width = owner.tables.device, aligned(size)

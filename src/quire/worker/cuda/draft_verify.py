@@ -1,4 +1,4 @@
-"""Speculative decoding on a GPU: the number of tokens of a row is known to the device only."""
+"""Speculative decoding on a GPU: only the device has the number of tokens of each row."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,7 +23,7 @@ _COUNT = (1 << DRAFTED) - 1
 
 
 class VerifyInputs(NamedTuple):
-    """The inputs of a step, as the device derived them."""
+    """The inputs of a step after the device has computed those that depend on the accepted drafts."""
 
     batch: Batch
     step: SpecStep
@@ -35,13 +35,13 @@ class VerifiedStep(NamedTuple):
     batch: Batch
     step: SpecStep
     states: tuple[Tensor, ...]
-    """[T, hidden] each, see `TargetStates.states`"""
+    """Hidden states of the target, [T, hidden] each: of intermediate layers, or the input of its LM head."""
     verified: Tensor
-    """[B] int32, the result of `verify` for each sequence"""
+    """[B] int32, number of new tokens of each sequence, and from bit DRAFTED on its number of drafts"""
 
 
 AfterStep = Callable[[SpecTokens, VerifiedStep], None]
-"""Runs after each step, to update a drafter."""
+"""Function that runs after each step, to update a drafter."""
 
 
 class NgramLookup:
@@ -88,12 +88,12 @@ class Speculation:
             most=self.most,
         )
         self.query_lens = sorted({1, self.most // 2 + 1, self.most + 1})
-        """Query lengths of captured steps; steps with fewer drafts are padded."""
+        """Tokens per sequence of captured steps; steps with fewer drafts are padded."""
         self.rates: Tensor | None = None
         if facts.synthetic_acceptance_rates:
             self.rates = torch.tensor(facts.synthetic_acceptance_rates, device=device)
         self.ahead: Tensor | None = None
-        """See `MRopePositions.ahead`."""
+        """[rows], offset of M-RoPE positions to sequence positions after the prompt; None without M-RoPE."""
         if all_rows.mrope is not None:
             self.ahead = torch.zeros(num_rows, dtype=torch.int64, device=device)
             self.last_mrope_position = all_rows.mrope.last
@@ -121,7 +121,7 @@ class Speculation:
             spec_tokens.num_drafts.index_copy_(0, rows, copy_to_device(plan.num_drafts, self.device))
 
     def derive(self, batch: Batch, inputs: dict[str, Tensor], tables: Tensor) -> VerifyInputs:
-        """Compute the inputs of the decodes, in place."""
+        """Compute the decodes' tokens, positions, lengths and cache slots on the device, in place."""
         step = SpecStep(*(inputs[name] for name in ("query_starts", "rows", "planned", "sample_starts")))
         slots = [inputs[slots_of(group)] for group in range(len(tables))]
         lens = batch.seq_lens
@@ -133,7 +133,7 @@ class Speculation:
         )  # fmt: skip
         if self.ahead is not None and batch.mrope_positions is not None:
             self._set_mrope_positions(self.ahead, step, batch.positions, batch.mrope_positions)
-        # A torch operation: the kernels after it may read lengths before they wait for the previous kernel.
+        # A torch operation separates the kernels: those after it may read lengths before they wait.
         torch.add(batch.positions[batch.logit_tokens], 1, out=inputs["sample_at"])
         return VerifyInputs(batch, step)
 
@@ -154,7 +154,8 @@ class Speculation:
         seeds: Tensor,
         later: Tensor | None = None,
     ) -> Tensor:
-        """Verify the drafts, and update the drafter with the target's hidden states."""
+        """Verify the drafts and let the drafter read the target's hidden states; return the kernel's
+        result."""
         verified = verify(self.spec_tokens, inputs.step, token_ids, seeds, self.rates, later)
         if self.after_step is not None:
             self.after_step(

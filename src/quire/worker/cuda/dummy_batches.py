@@ -14,13 +14,13 @@ from quire.kernels.triton.launch import MOST_ROWS, compile_ahead, compiling
 from quire.kernels.triton.masks import apply_masks
 from quire.kernels.triton.sampling import ConstrainedDevice
 from quire.memory import ladder, rows_at_once
-from quire.models.decoder import HiddenWithAux
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.draft_graphs import DraftGraphs
 from quire.worker.cuda.draft_verify import Speculation
 from quire.worker.cuda.graphs import verify_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling, sample_tokens
-from quire.worker.device import Model, blank_batch
+from quire.worker.device import ForwardResult, Model, blank_batch
+from quire.worker.memory import measure_peak
 
 _LONG_STEP = 4096
 """Most tokens of a prompt that is run to compile kernels."""
@@ -31,7 +31,7 @@ _MIXED = [(1, 24), (8, 6), (32, 12), (1, 79), (1, 159), (1, 191), (64, 256), (2 
 
 
 class DummyBatches:
-    """Builds steps of sequences that read the first block and write nothing."""
+    """Builds dummy steps: their sequences read the first block of the cache and write nothing."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class DummyBatches:
         masked_sampling: MaskedSampling,
         speculation: Speculation | None,
     ) -> None:
-        """`axes` is that of `BufferSizes`; the other arguments are parts of the `CudaDevice`."""
+        """Set the parts of the `CudaDevice`. `axes` is its number of M-RoPE positions of each token."""
         self.model = model
         self.block_tables = block_tables
         self.device = block_tables.device
@@ -54,7 +54,7 @@ class DummyBatches:
         self.speculation = speculation
 
     def make(self, lens: Ints, adapters: bool = False) -> tuple[Batch, dict[str, Tensor]]:
-        """Build a step of sequences with these lengths."""
+        """Build the batch and the input tensors of sequences with these lengths, optionally with adapters."""
         flags = {"drafts": self.speculation is not None, "adapters": adapters}
         batch, inputs = blank_batch(lens, self.block_tables, self.device, **flags, axes=self.axes)
         batch.intermediate_tensors = self.model.receive_buffer(len(batch.token_ids))
@@ -75,13 +75,9 @@ class DummyBatches:
         num_seqs: int,
         then: Callable[[Any], None] = lambda done: None,
     ) -> int:
-        """Return the peak bytes of a step and of `then`, beyond what was allocated before."""
+        """Return the peak bytes that `compute` allocates for a step, and then `then` for its result."""
         dummy_step = self.make(self.split(num_tokens, num_seqs), self.model.lora_variants[-1])
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        then(compute(*dummy_step))
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return measure_peak(lambda: then(compute(*dummy_step)))
 
     def compile(
         self,
@@ -115,7 +111,8 @@ class DummyBatches:
 
     @torch.inference_mode()
     def _forward(self, lens: Ints, *, are_decodes: bool = False, are_mixed: bool = False) -> None:
-        """Run a step without adapters, and with them if LoRA is on. The flags are those of `Batch`."""
+        """Run a step of sequences with these lengths without adapters, and with them if LoRA is on. The flags
+        are those of `Batch`."""
         for adapters in self.model.lora_variants:
             batch, inputs = self.make(lens, adapters)
             for group in batch.groups:
@@ -128,14 +125,11 @@ class DummyBatches:
         verify_inputs = None
         if self.speculation is not None:
             verify_inputs = self.speculation.derive(batch, inputs, self.block_tables)
-        out = self.model.hidden(batch)
-        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
-        if self.model.has_lm_head:
-            self.model.logits(hidden[batch.logit_tokens], batch)
+        out = self.model.compute(batch, inputs, is_padded=True)
+        states = out.draft_states if isinstance(out, ForwardResult) else ()
         if self.speculation is not None and verify_inputs is not None:
             for later in (None, self.masked_sampling.later):
-                states, positions = aux or (hidden,), inputs["positions"]
-                self.speculation.verify(verify_inputs, states, positions, inputs["seeds"], later)
+                self.speculation.verify(verify_inputs, states, inputs["positions"], inputs["seeds"], later)
 
     @torch.inference_mode()
     def _compile_drafts(

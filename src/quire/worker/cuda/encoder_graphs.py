@@ -17,13 +17,14 @@ MOST_VECTORS = 1536
 """Most embeddings of a captured batch. Launch overhead does not matter for larger batches."""
 MAX_GRAPHS = 8
 TIMES = 3
-"""A batch is captured when its shapes occur for this number of times."""
+"""A batch is captured when its combination of shapes has occurred this number of times."""
 _MAX_COUNTED = 1024
 """Most shapes to count; then the counts are reset."""
 Arrays = Mapping[str, Tensor]
 Run = Callable[[], list[Tensor]]
 Capture = Callable[[Run, Any], tuple[list[Tensor], Callable[[], None]]]
-"""Captures a run into a memory pool: returns its outputs and the function that replays it."""
+"""Function that captures a run as a CUDA graph in a memory pool. It returns the outputs of the run and a
+function that replays the graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class TowerGraphs:
         return graph(items)
 
     def forget(self) -> None:
-        """Drop all graphs: they hold addresses of weights."""
+        """Drop all graphs, since they contain addresses of weights."""
         self._graphs, self._pool, self._num_bytes = {}, None, 0
         self._counts.clear()
 
@@ -83,7 +84,8 @@ class TowerGraphs:
         return self._counts[key] >= TIMES and self.max_bytes > 0
 
     def _capture_batch(self, modality: str, items: Sequence[Arrays]) -> _Graph | None:
-        """Capture a batch. Return None if that fails, which ends capturing, or graphs exceed `max_bytes`."""
+        """Capture a batch. Return None if the capture fails, after which no batch is captured any more, or if
+        all graphs exceed `max_bytes`."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         inputs = [{name: array.clone() for name, array in item.items()} for item in items]

@@ -26,13 +26,14 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 IN_FLIGHT = 3
-"""Number of host buffers of each kind: one more than steps in flight. A pipeline has a step per stage."""
+"""Least number of host buffers of each kind: one more than steps in flight. A pipeline may need more."""
 Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | IntermediateTensors]
 AfterForward = Callable[[ForwardResult], Tensor]
 ReceiveBuffer = Callable[[int], Tensor | None]
-"""Returns the receive buffer for the output of the previous stage, by number of tokens."""
+"""Function from a number of tokens to the buffer for the previous pipeline stage's output (None: first
+stage)."""
 MakeEmbedsBuffer = Callable[[int], EmbedsBuffer]
-"""Returns the buffer for item embeddings, by number of tokens."""
+"""Function from a number of tokens to the buffer for embeddings of images, videos and audio."""
 
 
 def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -51,21 +52,21 @@ def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
 
 
 def verify_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the shapes of steps with drafts to capture, as (sequences, tokens of each)."""
+    """Return the shapes (sequences, tokens of each) of steps with drafts to capture, the smallest first."""
     sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
     shapes = [(size, n) for n in query_lens if n > 1 for size in sizes if size * n <= MAX_SAMPLES]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 
 def smallest_shape(shapes: Iterable[tuple[int, int]], rows: int, width: int) -> tuple[int, int] | None:
-    """Return the smallest of the captured shapes (rows, width) that fits; None if there is none."""
+    """Return the smallest captured shape (rows, tokens or drafts of each) that fits; None if none fits."""
     fitting = (shape for shape in shapes if shape[0] >= rows and shape[1] >= width)
     return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
 
 
 class Graphs:
-    """Graphs for each batch size of the ladder and for some steps with prompts; if LoRA is on, also with
-    adapters. All graphs share one memory pool."""
+    """CUDA graphs of decode steps for each batch size of `ladder`, and of some steps with prompts. If LoRA is
+    on, there is a second graph with adapters for each. All graphs share one memory pool."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class Graphs:
         axes: int = 0,
         make_embeds_buffer: MakeEmbedsBuffer | None = None,
     ) -> None:
-        """With `query_lens` the device derives inputs, and there are graphs for each query length. `axes` is
-        that of `BufferSizes` for steps without media."""
+        """`query_lens` are the tokens per sequence in steps with drafts, whose inputs the device computes;
+        empty without drafts. `axes` is the number of M-RoPE positions per token in steps without media."""
         self.block_tables = block_tables
         self.receive_buffer = receive_buffer
         self.in_flight = in_flight
@@ -85,7 +86,7 @@ class Graphs:
         self.axes = axes
         self.make_embeds_buffer = make_embeds_buffer
         self.pool: Any = None
-        """Memory pool of all graphs, once there are some."""
+        """Memory pool of all graphs; None before the first capture."""
         self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
         self._verify_graphs: dict[bool, dict[tuple[int, int], Graph]] = {False: {}, True: {}}
@@ -104,10 +105,11 @@ class Graphs:
         verify: AfterForward | None = None,
         resample: AfterForward | None = None,
     ) -> None:
-        """Capture the ladder up to `largest`, the largest first: smaller graphs reuse its memory. Sizes not
-        captured within `seconds` run eagerly. `lora_variants`: without adapters, with them. `mixed_shapes`:
-        steps with prompts, as (most sequences and samples, tokens). `verify` and `resample` are captured as
-        graphs of their own after each step."""
+        """Capture the batch sizes of `ladder` up to `largest`, the largest first, since smaller graphs reuse
+        its memory. Sizes that are not captured within `seconds` run eagerly. `lora_variants` are the values
+        of "rows have adapters" to capture. `mixed_shapes` are steps with prompts: the most sequences and
+        samples, and the number of tokens. `verify` and `resample` are captured as separate graphs after each
+        step."""
         started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
         buffers = self.block_tables, self.pool, self.in_flight
         captured = partial(Graph, compute, *buffers, verify=verify, resample=resample)
@@ -134,12 +136,12 @@ class Graphs:
                 self._mixed_graphs[adapters].insert(0, captured(shape, embeds_buffer=embeds))
 
     def forget(self) -> None:
-        """Drop all graphs: they hold addresses of weights and cache."""
+        """Drop all graphs, since they contain addresses of weights and cache."""
         self._by_size, self._sizes = {}, []
         self._verify_graphs, self._mixed_graphs = {False: {}, True: {}}, {False: [], True: []}
 
     def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
-        """Return the smallest graph that fits a plan, with or without adapters; None if there is none."""
+        """Return the smallest graph that fits a plan, with or without adapters; None if no graph fits."""
         if len(plan.rows) and not plan.is_decode:
             if plan.counts:
                 return None
@@ -163,7 +165,7 @@ class Graphs:
         return None
 
     def size_for(self, count: int) -> int:
-        """Return the size of the smallest graph for `count` tokens, or `count` if there is none."""
+        """Return the size of the smallest graph for `count` tokens, or `count` if none is large enough."""
         if not self._sizes or count > self._sizes[-1]:
             return count
         return self._sizes[bisect_left(self._sizes, count)]
@@ -175,22 +177,22 @@ class GraphShape(NamedTuple):
     size: int
     """Number of sequences."""
     query_len: int = 0
-    """Tokens of each sequence, if the device derives inputs."""
+    """Tokens of each sequence if the device computes inputs of the step (for drafts); otherwise 0."""
     adapters: bool = False
     axes: int = 0
-    """See `BufferSizes.axes`."""
+    """Number of M-RoPE positions of each token: 1, or 3; 0 without M-RoPE."""
     tokens: int = 0
-    """Number of tokens with padding, if not all sequences are decodes."""
+    """Number of tokens with padding in a step with prompts; 0 for a step of decodes."""
     drafts: bool = False
-    """Whether the device derives the inputs of the decodes in a step with prompts."""
+    """Whether the device computes the inputs of the decodes in a step with prompts."""
 
 
 class Graph:
-    """A captured step of up to `size` sequences: decodes, unless `tokens` is set. Its inputs have a fixed
-    address; the device derives some of them if `query_len` is set."""
+    """A captured step of up to `GraphShape.size` sequences: of decodes, or also of prompts if
+    `GraphShape.tokens` is set. The graph reads its inputs at fixed addresses."""
 
     intermediate_tensors: Tensor | None = None
-    """Receive buffer for the output of the previous stage."""
+    """Buffer for the output of the previous pipeline stage; None in the first stage."""
     is_mixed = False
     """Whether the graph is for steps with prompts."""
     _embeds_buffer: EmbedsBuffer | None = None

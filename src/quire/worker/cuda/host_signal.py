@@ -13,13 +13,13 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 _AT_LEAST = 0
-"""CU_STREAM_WAIT_VALUE_GEQ, compared by the 32-bit difference."""
+"""The driver's CU_STREAM_WAIT_VALUE_GEQ: wait for at least the given value, by their 32-bit difference."""
 _ADDRESS = ctypes.c_uint64
 
 
 class HostSignal:
-    """A stream that waits for the host and copies, with driver calls: those of torch take several times as
-    long. It waits by polling a counter in host memory."""
+    """Lets a CUDA stream wait for the host, then copy host memory. The device polls a counter in host memory.
+    Driver calls are used, since torch's calls take several times as long."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """Raise OSError or AttributeError if the driver lacks the calls."""
@@ -34,8 +34,8 @@ class HostSignal:
         self._copy_async.argtypes = (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
     def block(self) -> Callable[[], None]:
-        """Block the stream until the returned function is called, in the order of the calls. The
-        function must be called even after an error: nothing else ends the wait."""
+        """Block the stream until the returned function is called. Functions of several calls must be called
+        in the order of these calls, also after an error: nothing else ends the wait."""
         self._num_waits = (self._num_waits + 1) & 0xFFFFFFFF
         _check(self._wait(self._stream, self._count_address, self._num_waits, _AT_LEAST))
         return partial(self._set_count, self._num_waits)
@@ -44,7 +44,7 @@ class HostSignal:
         self._count[0] = count
 
     def copy(self, source: Tensor, into: Tensor) -> None:
-        """Copy `source` on the stream; it is pinned and must not change until it was copied."""
+        """Copy pinned host memory to the device on the stream. `source` must not change during the copy."""
         _check(self._copy_async(into.data_ptr(), source.data_ptr(), source.nbytes, self._stream))
 
 

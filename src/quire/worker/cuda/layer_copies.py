@@ -1,4 +1,4 @@
-"""Copies of offloaded layers on a stream of their own."""
+"""Copies of offloaded layers to the device on a separate stream."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from quire.loader.offload import OffloadedLayer
 
 
 class CudaLayerCopies:
-    """Copies layers from pinned memory on a second stream; captures of the first stream include them."""
+    """Copies offloaded layers from pinned memory on a second stream, which captures of the first include."""
 
     def __init__(self, layers: Sequence[OffloadedLayer], device: torch.device) -> None:
         self._layers = layers

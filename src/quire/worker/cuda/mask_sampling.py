@@ -16,7 +16,7 @@ from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.host_signal import open_host_signal
 
 _NUM_BUFFERS = 3
-"""Host buffers: one more than steps in flight."""
+"""Number of host buffers: one more than steps in flight."""
 _ALIGNED = 4
 """Alignment in elements: kernels are compiled once, for aligned pointers."""
 _MAX_PINNED = 8
@@ -30,8 +30,8 @@ def sample_tokens(
 
 
 class MaskedSampling:
-    """Sends the masks of each step on a separate stream, while the layers still compute. Only the sampling
-    of a captured step waits for them."""
+    """Copies the grammar masks of each step to the device on a separate stream, while the layers still
+    compute. Only the captured sampling waits for the masks."""
 
     def __init__(self, max_rows: int, max_samples: int, vocab: int, device: torch.device) -> None:
         self.device = device
@@ -41,7 +41,7 @@ class MaskedSampling:
         self._max_words = max_rows * -(-vocab // 32)
         self._max_samples = max_samples
         self._assignment_bytes = b""
-        """Assignment of masks to positions that is on the device."""
+        """Bytes of the assignment of masks to sampled positions that was last copied to the device."""
 
     def set_later(self, is_later: bool) -> None:
         """Set whether the next step is sampled after its masks arrive, not within the forward pass."""
@@ -50,7 +50,8 @@ class MaskedSampling:
             self.later.fill_(LATER if is_later else FREE)
 
     def later_constraints(self, count: int) -> ConstrainedDevice | None:
-        """Return the constraints for sampling in the forward pass; None for too many positions."""
+        """Return the constraints for sampling `count` positions in the forward pass, by which sampling is
+        skipped if masks arrive later. None for too many positions."""
         later = self.later[:count]
         return None if count > self._max_samples else ConstrainedDevice(later, later, later)
 
@@ -73,12 +74,12 @@ class MaskedSampling:
         self._assignment_bytes = b""
 
     def mask_constraints(self, count: int) -> ConstrainedDevice:
-        """Return the constraints that `count` positions of a captured step read."""
+        """Return the constraints that the captured sampling of `count` positions reads."""
         return ConstrainedDevice(self._assignment[:count], self._assignment[self._width_at :], self._bits)
 
     def send(self, masks: Masks, places: Ints) -> bool:
-        """Send the masks; the next launches wait until the masks are filled. `places` [max_rows] maps rows to
-        positions in the batch. Return False if there are too many masks."""
+        """Copy the masks to the device; later launches of the step wait for the copy. `places` [max_rows] is
+        the index of each row's first sample. Return False if there are too many masks."""
         if masks.bits.size > len(self._bits):
             return False
         at = places[masks.rows] + masks.sample_index if len(masks.sample_index) else places[masks.rows]

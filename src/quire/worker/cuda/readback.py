@@ -12,8 +12,8 @@ from quire.worker.device import NewTokens, device_failures
 from quire.worker.rows import Rows
 
 Read = Callable[[Ints], tuple[Ints, Ints, Ints]]
-"""Reads the new tokens of a step's rows from the copied values, the count of each row, and its number of
-drafts. Empty counts: one token per row, no drafts."""
+"""Function from the copied values to the new tokens of a step, their number in each row, and the number of
+drafts of each row. Empty numbers: one token per row, no drafts."""
 
 
 class PendingTokens:

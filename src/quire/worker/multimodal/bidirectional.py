@@ -12,8 +12,8 @@ from quire.worker.rows import Rows
 
 
 def last_visible_of(plan: StepPlan, all_rows: Rows) -> Ints | None:
-    """Return [T], the last position that each token of a step attends to: its own, or that of the last token
-    of its item. None if all attention is causal."""
+    """Return [T], the last position that each token of a step attends to: its own position, or that of the
+    last token of its image or bidirectional prompt. None if all attention is causal."""
     ends = np.cumsum(plan.num_tokens)
     before = ends - plan.num_tokens - all_rows.num_computed[plan.rows]
     positions: Ints = (np.arange(plan.total_tokens) - np.repeat(before, plan.num_tokens)).astype(np.int32)
@@ -39,7 +39,8 @@ def _bidirectional_spans(row: int, all_rows: Rows) -> Iterator[tuple[int, int]]:
 
 def last_visible_in_prompts(batch: Batch, window: int | None) -> Tensor:
     """Return [T], the last position that each token attends to, in a batch of whole prompts with
-    bidirectional attention: that of the last token, or as far ahead as the layers' window reaches back."""
+    bidirectional attention. It is the prompt's last token, or as many tokens ahead as a sliding window
+    reaches back."""
     lens = batch.query_lens_host
     last_visible = np.repeat(lens - 1, lens)
     if window is not None:

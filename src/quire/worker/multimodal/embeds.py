@@ -36,8 +36,8 @@ def take_embeds(plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[T
 
 
 class EmbedsBuffer:
-    """The buffer from which a graph reads the embeddings of a step, as `Batch.embeds`. Unused entries point
-    to the graph's last token, which is padding."""
+    """The buffer from which a CUDA graph reads the token indices and embeddings of a step, as `Batch.embeds`.
+    Unused entries point to the graph's last token, which is padding."""
 
     def __init__(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tokens = torch.full((num_tokens,), num_tokens - 1, device=device)

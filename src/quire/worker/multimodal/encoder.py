@@ -1,4 +1,4 @@
-"""The multimodal encoder on the device: encodes items and provides their embeddings to steps."""
+"""The multimodal encoder on the device: encodes images, videos and audio, and provides their embeddings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,12 +21,12 @@ from quire.parallel.group import ALONE, Group
 from quire.sampling.transfer import to_device
 from quire.system.shared_arena import ArenaView
 from quire.worker.cuda.encoder_graphs import MOST_VECTORS, TowerGraphs
-from quire.worker.memory import Needs
+from quire.worker.memory import Needs, measure_peak
 from quire.worker.multimodal.embeds import EmbedsBuffer
 from quire.worker.rows import Rows
 
 _EMBEDS = "embeds"
-"""Name of the array of an item that is already encoded."""
+"""Name of the array of an item that arrives as embeddings."""
 _PLACES_PER_VECTOR = 4
 """Estimated patches or frames of an encoder per output embedding."""
 _COPIES = 4
@@ -37,7 +37,7 @@ each has its own inputs and outputs."""
 
 
 class MediaEncoder:
-    """An encoder and the embeddings it has computed, by item key (encoder cache)."""
+    """An encoder of images, videos and audio, with a cache of the embeddings of these items, by item key."""
 
     def __init__(
         self,
@@ -51,8 +51,9 @@ class MediaEncoder:
         group: Group = ALONE,
         graphs: TowerGraphs | None = None,
     ) -> None:
-        """Set the sizes: embeddings have `hidden` elements, and as many for each of `levels` later layers.
-        Embeddings are multiplied by `scale`. Each rank of `group` encodes some of the items."""
+        """An embedding has `hidden` elements, and as many for each of the `levels` decoder layers that add
+        further encoder outputs. Embeddings are multiplied by `scale`. Each rank of `group` encodes some of
+        the items."""
         self.tower = tower
         self.hidden, self.width = hidden, hidden * (1 + levels)
         self.scale = scale
@@ -108,7 +109,8 @@ class MediaEncoder:
         return {name: pixel_values(array, table.to(self.dtype)) for name, array in inputs.items()}
 
     def _check_shape(self, item: MediaItem, vectors: Tensor) -> Tensor:
-        """Check the shape of embeddings. Copy a view of a larger tensor, which would be kept as a whole."""
+        """Check the shape of an item's embeddings. Copy a view, which would keep a larger tensor in
+        memory."""
         if vectors.shape != (item.num_vectors, self.width):
             shape, expected = tuple(vectors.shape), (item.num_vectors, self.width)
             raise EngineError(
@@ -125,12 +127,13 @@ class MediaEncoder:
         return tensor.view(torch.bfloat16) if dtype == torch.uint16 else tensor
 
     def _widen(self, vectors: Tensor) -> Tensor:
-        """Pad embeddings with zeros for the later layers."""
+        """Pad embeddings [n, hidden] with zeros to [n, width]."""
         missing = self.width - self.hidden if vectors.shape[-1] == self.hidden else 0
         return torch.nn.functional.pad(vectors.to(self.dtype), (0, missing))
 
     def _collect_embeds(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """Collect the embeddings of a step; items that a row has computed completely are dropped."""
+        """Return the token indices [K] and embeddings [K, width] of a step; None without any. The items of a
+        row are dropped when all of them are computed."""
         ends = np.cumsum(plan.num_tokens)
         tokens, vectors = [], []
         for place in np.flatnonzero(np.isin(plan.rows, list(all_rows.items))).tolist():
@@ -192,7 +195,7 @@ class MediaEncoder:
     # ---- memory
 
     def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
-        """Add the memory to encode a step's items, to keep embeddings, and to copy those of a step."""
+        """Return the needs with the memory to encode a step's items and to cache and copy embeddings."""
         largest, most = config.largest_items, max_vectors(config)
         peak = max((self._peak(modality, size, most) for modality, size in largest.items()), default=0)
         row_bytes = self.width * self.dtype.itemsize
@@ -215,19 +218,20 @@ class MediaEncoder:
         if self.device.type != "cuda":
             widest = max((max(weight.shape) for weight in _matrices(self.tower)), default=self.width)
             return num_vectors * _PLACES_PER_VECTOR * _COPIES * widest * self.dtype.itemsize
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         count = max(num_vectors // max(largest, 1), 1)
-        with torch.inference_mode():
+
+        @torch.inference_mode()
+        def encode() -> None:
             arrays = self.tower.blank(modality, largest)
             item = {name: array.to(self.device) for name, array in arrays.items()}
             self.tower.encode(modality, [item] * count)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+
+        return measure_peak(encode)
 
 
 def pixel_values(pixels: Tensor, table: Tensor) -> Tensor:
-    """Convert bytes [..., 3, height, width] by a table [3, 256]; return other types unchanged."""
+    """Convert pixels from bytes [..., 3, height, width] to floats, by a table [3, 256] of the values per
+    channel. Pixels of other dtypes are returned unchanged."""
     if pixels.dtype != torch.uint8:
         return pixels
     values = torch.empty(pixels.shape, dtype=table.dtype, device=table.device)
@@ -237,8 +241,8 @@ def pixel_values(pixels: Tensor, table: Tensor) -> Tensor:
 
 
 class CrossEncoder(MediaEncoder):
-    """An encoder for items without placeholder tokens (cross attention): keys and values of their embeddings
-    are kept in slots by item key, instead of the embeddings."""
+    """An encoder for cross attention, where items have no placeholder tokens. Instead of embeddings it caches
+    the keys and values of each item in a slot, by item key."""
 
     def __init__(self, cross_cache: CrossAttentionCache, tower: Tower, **settings: Any) -> None:
         super().__init__(tower, **settings)
@@ -246,7 +250,7 @@ class CrossEncoder(MediaEncoder):
         self._slots: dict[bytes, int] = {}
 
     def step(self, plan: StepPlan, all_rows: Rows) -> None:
-        """Encode the items of a step and assign them to their rows."""
+        """Encode the items of a step and assign their slots to the rows."""
         for key in plan.forgotten:
             self._slots.pop(key, None)
         if plan.encodes:
@@ -266,7 +270,7 @@ class CrossEncoder(MediaEncoder):
         self._slots.clear()
 
     def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
-        """Add the memory to encode the items of a step; the slots already count as row state."""
+        """Return the needs with the memory to encode a step's items; the slots are counted as row states."""
         (modality, largest), *_ = config.largest_items.items()
         return needs.with_peak(self._peak(modality, largest, max_vectors(config)))
 

@@ -9,7 +9,7 @@ from quire.layers.rope import num_mrope_positions
 
 
 class MRopePositions:
-    """The M-RoPE positions of prompts with items, and the offset of the tokens after them, by row."""
+    """The M-RoPE positions of prompts with images or videos, and the offset of later positions, by row."""
 
     def __init__(self, max_rows: int, max_len: int) -> None:
         self.ahead: Ints = np.zeros(max_rows, np.int32)

@@ -1,4 +1,4 @@
-"""Word timestamps: aligns transcribed tokens with the audio, by cross-attention heads that follow it."""
+"""Word timestamps: aligns transcribed tokens with the audio, by the weights of some cross-attention heads."""
 
 from collections.abc import Sequence
 
@@ -22,8 +22,8 @@ _WIDTH = 7
 
 
 class Alignment:
-    """Aligns prompts that contain the transcript. Queries are kept as they are computed, and scored against
-    the audio after the last token."""
+    """Aligns the tokens of prompts that contain a transcript with the audio. Queries are recorded as they are
+    computed; after the last token they are scored against the keys of the audio."""
 
     def __init__(
         self, cross_cache: CrossAttentionCache, heads: Sequence[tuple[int, int]], all_rows: Rows, group: Group

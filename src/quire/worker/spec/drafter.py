@@ -22,14 +22,14 @@ from quire.models.drafts import DraftHead
 from quire.parallel.world import World
 
 MAX_MLA_DRAFTS = 7
-"""Most drafts of a row with MLA: with its last token they fill a tile of queries."""
+"""Most draft tokens of a row with MLA: with the last token they fill a query tile of the kernel."""
 _MAX_TAPED = 64
-"""Most tokens of a taped step: larger steps hide the overhead of the calls."""
+"""Most tokens of a step that is recorded as a tape on a CPU; in larger steps the calls take a small share."""
 _WARMUP_TOKENS = 1024
 """Additional tokens of steps that are run to compile kernels."""
 
 SampleDrafts = Callable[[Tensor, Tensor], Tensor]
-"""Samples tokens from [B, V] logits for the [B] positions."""
+"""Function that samples tokens [B] from logits [B, vocab] for positions [B]."""
 
 
 class SequenceEnds(NamedTuple):
@@ -49,7 +49,7 @@ class SequenceEnds(NamedTuple):
     """Sampling function of drafts; None for greedy drafts."""
 
     def pick(self, logits: Tensor, ahead: int) -> Tensor:
-        """Choose the draft tokens `ahead` positions after the last tokens of the sequences."""
+        """Choose draft tokens from logits; they are `ahead` positions after the sequences' last tokens."""
         return logits.argmax(-1) if self.sample is None else self.sample(logits, self.last + ahead)
 
 
@@ -66,7 +66,7 @@ class TargetStates(NamedTuple):
 
 def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
     """Return [B] int64, the index in the batch of the last accepted token of each sequence. A sequence
-    without tokens is padding, and so is the last token of the batch."""
+    without tokens is padding; its index is that of the batch's last token, which is padding too."""
     ends = batch.query_starts[:-1].long() + num_kept - 1
     return torch.where(num_kept > 0, ends, len(batch.token_ids) - 1)
 
@@ -85,10 +85,10 @@ class Drafter(Protocol):
         """Compute tokens that the draft model has not computed yet."""
 
     def propose(self, ends: SequenceEnds, most: int) -> Tensor:
-        """Return [B, most] int64, the proposed tokens; undefined beyond the room of a sequence."""
+        """Return [B, most] int64, the proposed tokens; undefined where a sequence has no cache slots."""
 
     def forget(self) -> None:
-        """Drop everything that holds addresses of weights or cache, which will move."""
+        """Drop everything that contains addresses of weights or cache: the addresses will change."""
 
 
 class _DraftBatches:
@@ -131,7 +131,8 @@ class _DraftBatches:
         return kept
 
     def build(self, ends: SequenceEnds, ids: Tensor, ahead: int) -> Batch:
-        """Build the batch of `ids` [B, n], the last of them `ahead` positions after the last tokens."""
+        """Build the batch of `ids` [B, n]; the last ones are `ahead` positions after the sequences' last
+        tokens."""
         (count, width), device = ids.shape, ids.device
         flat, rows = ids.flatten(), ends.rows
         if device.type == "cpu":  # the buffers of `ends` may be overwritten
@@ -159,9 +160,9 @@ class _DraftBatches:
 
 
 def place(ends: SequenceEnds, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the positions [B * width] int64, lengths [B] int32 and, by layer group, slots [B * width] of the
-    tokens up to `ahead` positions after the last one. Beyond the room of a sequence a valid position is read,
-    and nothing is written."""
+    """Return the positions [B * width] int64, lengths [B] int32 and, by layer group, cache slots [B * width]
+    of `width` tokens per sequence. They end `ahead` positions after its last token. Beyond the slots of a
+    sequence, valid positions are read and nothing is written."""
     device = ends.last.device
     if device.type == "cuda":
         from quire.kernels.triton import spec as drafts
@@ -181,8 +182,8 @@ def _key(batch: Batch) -> tuple[int, ...]:
 
 
 class ModelDrafter:
-    """Drafts with a separate model. The model computes the last two tokens of a sequence: the last but one is
-    not computed yet if it was the last draft, and computing it twice is harmless."""
+    """Proposes tokens by a separate draft model. It computes the last two tokens of a sequence: the last but
+    one is not computed yet if it was the last draft, and computing it twice is harmless."""
 
     follows = False
 
@@ -213,8 +214,8 @@ class ModelDrafter:
 
 
 class HeadDrafter:
-    """Drafts with a head on the hidden states of the target. Each token is computed at the position of the
-    token before it, together with that token's states."""
+    """Proposes tokens by a head on the hidden states of the target. Each token is computed at the position of
+    the token before it, together with the hidden states of that token."""
 
     follows = True
 
@@ -314,7 +315,7 @@ def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
 def open_drafter(
     config: EngineConfig, model: Any, target: Any, backend: AttentionBackend, device: torch.device
 ) -> Drafter:
-    """Build the drafter of a loaded draft; the target records the hidden states that it needs from now on."""
+    """Build the drafter of a loaded draft model or head, and let the target record hidden states for it."""
     assert config.draft is not None
     facts, spec = config.draft.facts, config.speculation
     is_eager = config.model.enforce_eager or (spec is not None and spec.enforce_eager)

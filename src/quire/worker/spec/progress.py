@@ -1,4 +1,4 @@
-"""DraftProgress: the tokens that a separate draft model has computed, since it runs only for drafts."""
+"""DraftProgress: how many tokens a separate draft model has computed; it runs only for drafts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,13 +28,13 @@ class Span(NamedTuple):
 
 
 class DraftProgress:
-    """Tracks how many tokens the draft has computed at least, by row, and which blocks it has computed
-    completely, so that a prefix cache hit is reused by the draft too."""
+    """Tracks how many tokens the draft model has computed at least, by row. Also tracks which blocks it has
+    computed completely, so that it can reuse prefix cache hits."""
 
     def __init__(self, all_rows: Rows, groups: Sequence[int], *, lags: bool, ahead: int) -> None:
-        """Set up tracking of the draft's layer `groups`. Without `lags` the draft computes every step, since
-        its blocks may be freed later. `ahead` is the most tokens that rows have on the device beyond those
-        known to the host."""
+        """`groups` are the draft model's layer groups. With `lags`, it computes missed tokens only before it
+        proposes; otherwise it computes every step, since its blocks may be freed later. `ahead` is the most
+        tokens of a row that are on the device, but not yet known to the host."""
         self.lags = lags
         self._ahead = ahead
         self._all_rows = all_rows
@@ -48,7 +48,7 @@ class DraftProgress:
         self._blocks = np.zeros(1, np.bool_)
 
     def forget(self) -> None:
-        """Reset everything, since the cache is a new one."""
+        """Forget all computed tokens, since the cache is a new one."""
         self._num[:], self._is_close[:], self._blocks[:] = 0, False, False
 
     def begin(self, plan: StepPlan) -> None:
@@ -77,8 +77,8 @@ class DraftProgress:
         self._blocks[ids] = False
 
     def _lengths(self, rows: NDArray[np.intp]) -> tuple[Ints, Ints]:
-        """Return the least and the most tokens of these rows. Results reach cooperating devices at different
-        times, so the bounds follow from plans alone, which give blocks to a row as soon as it may need
+        """Return bounds of the number of tokens of these rows. Results reach cooperating devices at different
+        times, so the bounds follow from plans alone. A plan adds blocks to a row as soon as the row may need
         them."""
         all_rows = self._all_rows
         if not self._ahead:
@@ -88,9 +88,9 @@ class DraftProgress:
         return least, np.minimum(self._most[rows], room)
 
     def missed(self, plan: StepPlan, limit: int) -> tuple[list[Span], NDArray[np.bool_]]:
-        """Return the tokens to compute before the draft proposes: all but the last two of rows with drafts.
-        Without `lags` this includes all rows, and the current chunks of prompts. Rows beyond `limit` tokens
-        are late: return which rows are."""
+        """Return the spans of tokens to compute before the draft model proposes: all but the last two of rows
+        with drafts. Without `lags` this includes all rows, and the current chunks of prompts. Also return for
+        each row of the plan whether it is late: its missed tokens exceed the `limit` of a step."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         decodes = is_decode(plan)
         least, most = self._lengths(rows)
@@ -118,8 +118,8 @@ class DraftProgress:
         self._advance(plan)
 
     def note(self, plan: StepPlan, decodes: NDArray[np.bool_], late: NDArray[np.bool_]) -> None:
-        """Record that the draft has computed all missed tokens except those of late rows, and the last two
-        tokens of these decodes."""
+        """Record that the draft model has computed all missed tokens except those of `late` rows, and the
+        last two tokens of the `decodes`. Both are flags of the plan's rows."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         if self.lags:
             done = decodes & (self._is_close[rows] | (plan.num_drafts > 0))
@@ -156,7 +156,7 @@ def open_draft_progress(all_rows: Rows, cache: CacheLayout, first: int, *, ahead
 
 
 def is_decode(plan: StepPlan) -> NDArray[np.bool_]:
-    """Return which rows of the plan are decodes."""
+    """Return for each row of the plan whether it is a decode, with or without draft tokens."""
     num_drafts = plan.num_drafts if len(plan.num_drafts) else 0
     decodes: NDArray[np.bool_] = plan.samples & (plan.num_tokens == 1 + num_drafts)
     return decodes
@@ -165,8 +165,8 @@ def is_decode(plan: StepPlan) -> NDArray[np.bool_]:
 def batch_of_spans(
     spans: list[Span], all_rows: Rows, groups: Sequence[int], history: Tensor, tables: Tensor
 ) -> Batch:
-    """Build the batch of these tokens. `history` [rows, length] and `tables` [groups, rows, blocks] are on
-    the device of the batch; only these `groups` are written."""
+    """Build the batch of these spans of tokens. `history` [rows, length] has the tokens; it and `tables`
+    [groups, rows, blocks] are on the device of the batch. Only the cache of these `groups` is written."""
     rows, starts, ends = np.array(spans, np.int32).T
     lens, size = ends - starts, all_rows.block_size
     positions, row_of = spread(starts, lens), np.repeat(rows, lens)
