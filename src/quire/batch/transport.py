@@ -40,7 +40,7 @@ class HttpTransport:
 
 
 class AsgiTransport:
-    """Calls an ASGI application directly: no socket, no second process, the same request models."""
+    """Calls an ASGI application in this process, without a socket. Requests are validated as by a server."""
 
     def __init__(self, app: AsgiApp, *, headers: dict[str, str] | None = None) -> None:
         self._app = app

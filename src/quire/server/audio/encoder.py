@@ -39,7 +39,8 @@ class SpeechRequest:
     no_speech: Sequence[float | None] = ()
     """Probability per chunk that the chunk contains no speech, None if unknown; empty if not computed."""
     token_starts: list[list[int]] = field(default_factory=list)
-    """For each chunk, the encoder state at which the text after each token begins; empty if not aligned."""
+    """For each chunk, the index of the encoder state at which the text after each token begins; empty unless
+    word timestamps are computed."""
 
     @property
     def seconds(self) -> float:
@@ -52,7 +53,7 @@ class SpeechRequest:
 
 
 class SpeechEncoder(ChunkEncoder):
-    """Encodes a transcription or translation. Each chunk of the audio is a prompt of the same call."""
+    """Encodes a transcription or translation. Each chunk of the audio is one prompt of the API call."""
 
     def __init__(self, api: GenerationService, speech: SpeechRequest) -> None:
         self._speech, form = speech, speech.form

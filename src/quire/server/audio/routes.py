@@ -26,7 +26,7 @@ from quire.server.openai.streams import gather_all
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FIELDS_BYTES = 1 << 20
-"""Maximum size of a form without its file."""
+"""Maximum bytes of a form without its file."""
 _ID_PREFIXES = {"transcribe": "trsc", "translate": "trsl"}
 """Prefixes of the request ids."""
 _SAMPLING = (
@@ -155,7 +155,8 @@ async def _read_audio(
 
 @dataclass(frozen=True, slots=True)
 class _SpeechRuns:
-    """The runs of the model for one request, besides the transcription itself."""
+    """Additional runs of the model for a speech request: to detect the language and speech, and to align
+    words."""
 
     api: GenerationService
     task: str

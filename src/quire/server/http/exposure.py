@@ -16,7 +16,8 @@ class Exposure(NamedTuple):
 
 
 def exposures(settings: ServerSettings) -> list[Exposure]:
-    """Return the unprotected accesses of a server without keys, for the log and for `quire doctor`."""
+    """Return the ways to reach a server without an API key, for the log and for `quire doctor`. The list is
+    empty if the server has keys or requires client certificates."""
     if settings.keys or settings.http.ssl_cert_reqs == ssl.CERT_REQUIRED:
         return []
     warnings = []

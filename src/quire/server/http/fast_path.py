@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 Respond = Callable[[Any, Request], Awaitable[Response]]
 _MAX_BACKSLASHES, _MAX_FINDS = 64, 1024
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Possible lone surrogate, which cannot be encoded in UTF-8."""
+"""Pattern of a surrogate, escaped or encoded. A lone surrogate cannot be encoded in UTF-8."""
 _LARGE = 1 << 20
 """Size in bytes above which a body is parsed in a thread."""
 _MANY_BYTES, _MANY_VALUES = 1 << 14, 1 << 11

@@ -30,7 +30,8 @@ def is_disconnected(receive: Receive) -> bool:
 
 
 class RunningRequests:
-    """The running requests: each is cancelled when its client disconnects, and all when a drain times out."""
+    """The running requests. One is cancelled when its client disconnects, all are cancelled when a shutdown
+    exceeds its time limit."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -97,10 +98,10 @@ class LongBodyLimit:
 class HandlerQueue:
     """Limit of the handlers that begin in one turn of the event loop.
 
-    A handler parses a body, tokenizes it and starts its requests without a suspension. If many requests
-    arrive at once, only a few begin. The others wait for later turns, so that streams and health checks
-    continue in between. Each turn resumes one waiting handler, with the keys in round-robin order. A handler
-    that was cancelled while it waited takes no turn.
+    A handler parses a body, tokenizes it and starts its requests without yielding to the event loop. If many
+    requests arrive at once, only a few begin. The others wait for later turns, so that streams and health
+    checks continue in between. Each turn resumes one waiting handler, with the API keys in round-robin order.
+    A handler that was cancelled while it waited uses no turn.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -109,10 +110,11 @@ class HandlerQueue:
         """Whether a handler has begun in this turn."""
         self._ends_at = 0.0
         self._waiting: dict[int, deque[asyncio.Future[None]]] = {}
-        """Waiting requests by key, in the order in which the keys are served."""
+        """Waiting requests by the number of their API key; the first key is the next whose request begins."""
 
     async def wait(self, tenant: int) -> None:
-        """Return when the handler of a request may begin: at once if this turn has time left."""
+        """Return when the handler of a request may begin: at once if this turn has time left. `tenant`: the
+        number of the request's API key, 0 without a named key."""
         if not self._has_begun:
             self._begin()
         elif self._waiting or self._clock() >= self._ends_at:
@@ -125,7 +127,7 @@ class HandlerQueue:
         asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
-        """End a turn; a waiting handler begins the next one."""
+        """End a turn of the event loop, and let the next waiting handler begin."""
         self._has_begun = False
         while self._waiting:
             tenant = next(iter(self._waiting))

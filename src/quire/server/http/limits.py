@@ -16,7 +16,8 @@ from quire.server.http.errors import error_info, error_response, response_to
 from quire.server.key_limits import Ledger
 
 DIRECT_SEND = "quire.send"
-"""Scope entry with the connection's `send`, for responses that handle their own errors."""
+"""ASGI scope key of the `send` that event streams use. It bypasses FastAPI's error handling, since streams
+report their errors themselves."""
 _ACCOUNT = "quire.account"
 _OPERATOR = "quire.operator"
 _OPEN_REQUEST = "quire.open_request"
@@ -39,10 +40,10 @@ UNLIMITED_PATHS: dict[str, str] = {
     "/ping": "reads one number, for health checks that can only send POST",
     **dict.fromkeys(OPERATOR_PATHS, "for operators, and enabled only by the operator"),
 }
-"""Paths with POSTs that are exempt from the limits of a key, and why that harms no other key. Never list a
-path here that takes much time."""
+"""Paths whose POST requests are exempt from the limits of API keys, with the reason. Only paths whose
+requests take little time may be exempt."""
 CANCEL_SUFFIX = "/cancel"
-"""Suffix of the paths that cancel work, which is always allowed."""
+"""Suffix of the paths that cancel work; the limits of API keys do not apply to them."""
 TOKENLESS_PATHS = frozenset(
     {
         *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
@@ -52,8 +53,8 @@ TOKENLESS_PATHS = frozenset(
         *("/v1/models/load", "/v1/models/unload"),
     }
 )
-"""Paths with POSTs that do not run the model: `max_concurrency` applies to them, `tokens_per_minute` does
-not."""
+"""Paths whose POST requests do not run the model: a key's `max_concurrency` applies to them, its
+`tokens_per_minute` does not."""
 
 
 class AdmissionMiddleware:
@@ -71,8 +72,9 @@ class AdmissionMiddleware:
         max_form_bytes: int = 0,
         weight_version: Callable[[], str] = str,
     ) -> None:
-        """Bodies of POSTs to `form_paths` are forms of at most `max_form_bytes`. `weight_version`
-        returns the value of the header x-weight-version; if it is empty, the header is omitted."""
+        """Create the middleware. `open_paths` need no key. Bodies of POSTs to `form_paths` are forms of at
+        most `max_form_bytes`. `weight_version` returns the value of the header x-weight-version; if it is
+        empty, the header is omitted."""
         self._app = app
         self._ledger = ledger
         self._open_paths = open_paths
@@ -191,7 +193,8 @@ class _BodyKind:
 
 
 class _OpenRequest:
-    """One open request of a key, counted until its last user releases it."""
+    """A request that counts as running for the limits of its API key, until its response and all callers of
+    `keep_open` have released it."""
 
     def __init__(self, on_released: Callable[[], None]) -> None:
         self._on_released = on_released
@@ -207,7 +210,7 @@ class _OpenRequest:
 
 
 def keep_open(scope: Scope) -> Callable[[], None]:
-    """Keep the request counted as open after its response, until the returned function is called."""
+    """Let the request count as running after its response, until the returned function is called."""
     open_request: _OpenRequest | None = scope.get(_OPEN_REQUEST)
     if open_request is None:
         return lambda: None

@@ -10,7 +10,7 @@ from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
 
 
 class MetricsMiddleware:
-    """ASGI middleware that passes every completed exchange to `count`."""
+    """ASGI middleware that measures each HTTP request and passes the result to `count`."""
 
     def __init__(self, app: ASGIApp, count: Callable[[Exchange], None]) -> None:
         self._app = app
@@ -68,4 +68,4 @@ def _length(headers: list[tuple[bytes, bytes]]) -> int:
 
 
 async def _no_endpoint() -> None:
-    """Return nothing: the endpoint of routes that only match paths."""
+    """Do nothing: the routes with this endpoint are used only to match paths."""

@@ -185,7 +185,7 @@ class LoRARegistry:
 
     @asynccontextmanager
     async def locked(self, name: str) -> AsyncIterator[None]:
-        """Hold the lock of a name: no other task or process changes its adapter."""
+        """Hold the lock of an adapter's name, so that no other task or process changes the adapter."""
         number = _lock_index(name)
         async with self._locks[number]:
             if self._file is None:
@@ -209,7 +209,8 @@ def _lock_index(name: str) -> int:
 
 
 def _write(file: Path, modules: Mapping[str, LoRAModule], version_ns: int) -> None:
-    """Write the file. Its modification time is a version number, since clocks are too coarse."""
+    """Write the file, with `version_ns` as its modification time. This time is a version number: clocks are
+    too coarse to tell two changes apart."""
     new = file.with_name(f"{file.name}.new")
     new.write_bytes(msgspec.json.encode(list(modules.values())))
     os.utime(new, ns=(version_ns, version_ns))

@@ -57,7 +57,7 @@ class ChunkEncoder(AnswerEncoder):
         transfer: dict[str, Any] | None,
         **more: Any,
     ) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
+        """Return the body of a response that is not streamed. `transfer`: its `kv_transfer_params`."""
         return {
             **self._job.frame(object),
             "choices": choices,

@@ -86,7 +86,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
 
 
 def _prompts(inputs: InputProcessor, body: ScoringBody) -> list[Prompt]:
-    """Return the prompts of query and item, truncated at the end to leave room for one token."""
+    """Return one prompt of query and item for each item, truncated at the end to leave room for one token."""
     query = _ids(inputs, body.query, "query", add_special_tokens=body.add_special_tokens)
     prompts = []
     for item in body.items:

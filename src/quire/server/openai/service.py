@@ -62,11 +62,11 @@ Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Respo
 _MAX_LISTED = 10
 """Maximum served names in the error for an unknown model."""
 _MAX_ID = 256
-"""Maximum characters of a client's request id, which every sequence copies."""
+"""Maximum characters of a client's request id, of which every sequence of the request has a copy."""
 _COMPILE_S = 5.0
 """Maximum seconds to compile the grammar of a call."""
 _CHOICE_SIZE, _LOGPROB_SIZE = 32, 4
-"""Sizes of a choice and of a logprob, see `answer_size`."""
+"""Cost of encoding a choice, and of one logprob, in the unit of `answer_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ApiCall:
     model: str
     priority: int
     rank: int | None
-    """Rank of the engine core that must run the call; None: any engine core."""
+    """Data-parallel rank of the engine core that must run the call; None: any engine core."""
     prompts: list[Prompt]
     params: list[Params]
     timeline: JobTimeline | None = None
@@ -102,7 +102,8 @@ class ApiCall:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     def frame(self, object: str) -> dict[str, Any]:
-        """Return the first fields of a response of this kind."""
+        """Return the first fields of a response, or of a chunk of it. `object`: its type, such as
+        `chat.completion`."""
         return {"id": self.id, "object": object, "created": self.created, "model": self.model}
 
     def engine_ids(self) -> list[str]:
@@ -174,8 +175,8 @@ class GenerationService:
         prompts: list[Prompt],
         params: Sequence[Params],
     ) -> ApiCall:
-        """Build the call of a request, charge the prompt tokens to the request's key, and log the prompts if
-        this is enabled."""
+        """Return the engine call of an HTTP request. Charge the prompt tokens to the request's API key, and
+        log the prompts if this is enabled."""
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
@@ -251,8 +252,9 @@ class GenerationService:
         in_order: bool = False,
         before_encoding: Callable[[list[RequestOutput]], Coroutine[Any, Any, None]] | None = None,
     ) -> Response:
-        """Run the call and return its response from the encoder. `in_order` streams prompt by prompt.
-        `before_encoding` is awaited before a response that is not streamed is encoded."""
+        """Run the call and return its response from the encoder. `in_order`: a stream has all outputs of a
+        prompt before those of the next prompt. `before_encoding` is called with the final outputs of a
+        response that is not streamed, and awaited before they are encoded."""
         timeline = job.timeline
         if stream:
             outputs = await self.streamed(job, in_order=in_order)
@@ -321,7 +323,7 @@ class GenerationService:
         return [last[id] for id in job.engine_ids()]
 
     def reports_cache(self, hints: CacheHints | None) -> bool:
-        """Whether the usage of a request with these hints reports its cached tokens."""
+        """Whether the usage in a response reports the cached tokens, for a request with these cache hints."""
         return self.settings.api.enable_prompt_tokens_details or hints is not None
 
     def usage(
@@ -335,8 +337,9 @@ class GenerationService:
         num_created: int | None = None,
         hints: CacheHints | None = None,
     ) -> dict[str, Any]:
-        """Return the usage. Cached tokens are reported with --enable-prompt-tokens-details, or if the request
-        has cache hints."""
+        """Return the usage in OpenAI's format. `num_created` counts the prompt tokens that were added to the
+        prefix cache. Cached tokens are reported with --enable-prompt-tokens-details, or if the request has
+        cache hints."""
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
@@ -380,7 +383,7 @@ class ParamsChecker:
         self._grammar: StructuredOutputsParams | None = None
 
     async def of(self, params: SamplingParams) -> CheckedParams:
-        """Return the checked params. Prompts that share params share the result."""
+        """Check sampling parameters. Prompts that share one params object share the result."""
         if id(params) not in self._checked:
             check = functools.partial(self._check, params)
             is_long = params.structured_outputs is not None

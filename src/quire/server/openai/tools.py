@@ -17,7 +17,7 @@ _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalPropert
 """Parameter schema of a function without parameters."""
 _ANY: dict[str, Any] = {"type": "object"}
 _WHITE = " "
-"""Whitespace pattern of JSON: at most one space between parts, so that a call ends."""
+"""Whitespace pattern of JSON: at most one space between parts, so that a model cannot write spaces forever."""
 _LITERAL = ("const", "enum", "default", "examples")
 """Keys of a schema that hold values, not schemas."""
 
@@ -148,7 +148,8 @@ def _read_choice(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 
 
 def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Each tool's schema is a definition with adjusted references."""
+    """Return the JSON schema of a list of tool calls. `schemas`: the parameter schemas by tool name; each is
+    one of the `$defs`, and its own references are adjusted."""
     calls = [
         {
             "type": "object",

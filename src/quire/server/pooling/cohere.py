@@ -139,7 +139,8 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
 
 
 def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
-    """Return the name and the inputs of the field that is set. An image becomes an input of one part."""
+    """Return the name and the inputs of the only field of texts, inputs and images that is set. An image
+    becomes an input with one content part."""
     values = {"texts": body.texts, "inputs": body.inputs, "images": body.images}
     present = [(name, value) for name, value in values.items() if value is not None]
     if len(present) != 1:

@@ -40,7 +40,7 @@ def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
 async def pool_inputs(
     api: GenerationService, id_prefix: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
 ) -> tuple[ApiCall, list[Pooled]]:
-    """Run the model on the inputs of a body; `params` are those of `pool`."""
+    """Run the model on the inputs of a body. `params`: further keyword arguments of `pool`."""
     await check_pooling(api, body)
     prompts = await _read_inputs(api, body, request)
     return await pool(api, id_prefix, body, request, prompts, **params)
@@ -130,7 +130,8 @@ async def answer_vectors(
     object: str,
     field: str,
 ) -> Response:
-    """Return the vectors as objects of type `object` that hold the values in `field`."""
+    """Return the vectors of all outputs as a list of JSON objects of the type `object`, with the values in
+    `field`, or as raw bytes if the body requests them."""
 
     def encode_values(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":

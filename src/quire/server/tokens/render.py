@@ -54,7 +54,7 @@ async def _render(
     job: ApiCall,
     body_of: Callable[[list[dict[str, Any]]], Any],
 ) -> Response:
-    """Return the reply that `body_of` builds from the rendered prompts, one dict per prompt."""
+    """Render the prompts of a call, one dict per prompt, and return what `body_of` makes of the list."""
     if any(prompt.embeds is not None for prompt in job.prompts):
         raise RequestError("`prompt_embeds` have no token ids and cannot be rendered", param="prompt_embeds")
     size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in job.prompts)
@@ -216,7 +216,7 @@ def _check_choices(replies: list[DerenderTokens], num_choices: int) -> None:
 async def _decode_reply(
     inputs: InputProcessor, reply: DerenderTokens, params: SamplingParams
 ) -> RequestOutput:
-    """Return the reply as an engine output, with its text."""
+    """Decode the tokens of a reply and return it as an output of the engine."""
     size = sum(len(choice.token_ids or ()) for choice in reply.choices)
     outputs = await off_loop(
         size, lambda: [_decode_choice(inputs, choice, params) for choice in reply.choices]
