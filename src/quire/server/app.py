@@ -69,7 +69,7 @@ class Application:
         self.feed: SnapshotFeed = add_page(self.routes, engine)
         self.routes.openapi = lambda: document(self.routes)  # type: ignore[method-assign]
         self.inner = inner_app(self.routes, self.api, settings)
-        """The routes without middleware."""
+        """The routes without middleware, for a server with several models."""
         self.asgi = wrap(self.inner, engine, settings, Ledger(settings.keys, keys))
 
 

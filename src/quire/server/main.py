@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 
 _KEEP_ALIVE_S = 5
 _GRACE_S = 5.0
-"""Seconds after the drain in which aborted requests send their last chunk."""
+"""Seconds in which the requests that a shutdown has aborted send their last chunk."""
 
 
 class _Server(uvicorn.Server):

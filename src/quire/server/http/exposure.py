@@ -9,7 +9,7 @@ from quire.server.settings import ServerSettings
 
 
 class Exposure(NamedTuple):
-    """An unprotected access that the operator may not intend."""
+    """A way to use the server without an API key, which the operator may not intend, and its remedy."""
 
     risk: str
     remedy: str

@@ -22,7 +22,7 @@ _MAX_LONG_BODIES = 2
 threads with the prompts of other requests, and tokenization takes about 100 times the text's memory."""
 
 _TURN_S = 0.004
-"""Seconds of one turn of the event loop after which no further handler begins."""
+"""Seconds for which handlers may begin in one turn of the event loop."""
 
 
 def is_disconnected(receive: Receive) -> bool:

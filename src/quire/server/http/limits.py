@@ -123,7 +123,7 @@ class AdmissionMiddleware:
             send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
         if version := self._weight_version():
             send = _with_header(send, (b"x-weight-version", version.encode()))
-        # Always set: the next request of a connection may start in a copy of this context.
+        # Set for every request, since the next request of the connection may run in a copy of this context.
         CACHE_SCOPE.set("" if key is None else key.cache_scope)
         scope[DIRECT_SEND] = send
         if key is not None and key.operator:

@@ -173,7 +173,8 @@ class ChatEncoder(ChunkEncoder):
         }
 
     def _finish_reason(self, output: CompletionOutput, *, calls: bool) -> str:
-        """Return the finish reason, which is `stop`, not `tool_calls`, if the request named the tool."""
+        """Return the finish reason. If a tool was called it is `tool_calls`, but `stop` if the request named
+        the tool to call, as in OpenAI's API."""
         reason = output.finish_reason or "stop"
         return "tool_calls" if calls and reason == "stop" and self._chat.tools.calls != NAMED else reason
 

@@ -53,7 +53,8 @@ class JobTimeline:
             self._timelines[output.request_id] = timeline
 
     def _text_around(self, token_ids: Sequence[int], at: int) -> str | None:
-        """Return the text of this request around a token. The text of the earlier request is not shown."""
+        """Return the text around the token at index `at`, from which on the prompt differs from an earlier
+        prompt. The text of the earlier prompt is not shown."""
         if self._tokenizer is None:
             return None
         around = token_ids[max(at - TOKENS_BEFORE, 0) : at + TOKENS_AFTER]

@@ -78,7 +78,7 @@ class ToolUse:
 
 
 def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a constraint that consists of nothing else."""
+    """Return the JSON schema of a structured output constraint, or None if it has other parts."""
     match constraint:
         case {"json": dict(schema), **more} if not more:
             return schema

@@ -48,7 +48,7 @@ export class Chat {
     }, { passive: true });
   }
 
-  /** Kinds of input that the model takes besides text. */
+  /** Kinds of input that the model accepts besides text. */
   set modalities(names) {
     this.#images.sees = names.includes("image");
   }
@@ -68,7 +68,7 @@ export class Chat {
     this.#input.focus();
   }
 
-  /** Show how many tokens of the context the conversation takes. */
+  /** Show how many tokens of the context the conversation uses. */
   showContext(usedLen = this.#usedLen) {
     this.#usedLen = usedLen;
     const limit = this.maxLen ? ` of ${count(this.maxLen)}` : "";

@@ -1,9 +1,9 @@
-// Images for the next question: taken by button, drop and paste, and shown until they are sent or removed.
+// Images for the next question: added by button, drop or paste, and shown until they are sent or removed.
 
 import { element } from "./markdown.js";
 
 export class Images {
-  /** Settles when every image taken so far has been read. */
+  /** Settles when every image added so far has been read. */
   ready = Promise.resolve();
   #sees = false;
   #urls = new Map(); // data URLs by thumbnail
@@ -31,7 +31,7 @@ export class Images {
     }
   }
 
-  /** Whether the model takes images. */
+  /** Whether the model accepts images. */
   set sees(sees) {
     this.#sees = sees;
     this.#button.hidden = !sees;
