@@ -107,8 +107,7 @@ def server_flags(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_settings(options: Mapping[str, Any], *, env: Env | None = None) -> ServerSettings:
-    """Build and check the settings from `options`, a value for each setting's name; None means the default.
-    """
+    """Build and check the settings from `options`, the values by name; a value of None means the default."""
     known, values = options_of(SERVER_SECTIONS), {}
     for name, value in options.items():
         if value is None:

@@ -17,7 +17,7 @@ _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalPropert
 """Parameter schema of a function without parameters."""
 _ANY: dict[str, Any] = {"type": "object"}
 _WHITE = " "
-"""Whitespace pattern of JSON: at most one space between parts, so that a model cannot write spaces forever."""
+"""Whitespace pattern of JSON: at most one space between parts, so that models cannot write endless spaces."""
 _LITERAL = ("const", "enum", "default", "examples")
 """Keys of a schema that hold values, not schemas."""
 
