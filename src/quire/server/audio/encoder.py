@@ -26,7 +26,7 @@ class SpeechRequest:
 
     task: str
     form: SpeechForm
-    job: ApiCall
+    call: ApiCall
     transcriber: Transcriber
     language: str | None
     """Language code of the audio; None if the request sets none and the model does not detect it."""
@@ -61,7 +61,7 @@ class SpeechEncoder(ChunkEncoder):
             include_usage=form.stream_include_usage, continuous_usage_stats=form.stream_continuous_usage_stats
         )
         kind = f"{NAMES[speech.task]}.chunk"
-        super().__init__(api, speech.job, object=kind, options=options, num_choices=1)
+        super().__init__(api, speech.call, object=kind, options=options, num_choices=1)
         self._num_finished = 0
         self._has_text = self._is_new_chunk = False
         """Whether text was sent, and whether the next text belongs to the next chunk of the audio."""
@@ -90,7 +90,7 @@ class SpeechEncoder(ChunkEncoder):
         )
 
     def _final_usage(self) -> dict[str, Any]:
-        return self._api.usage(self._num_prompt, self._num_output[0], timeline=self._job.timeline)
+        return self._api.usage(self._num_prompt, self._num_output[0], timeline=self._call.timeline)
 
     def _final_fields(self) -> dict[str, Any]:
         return {"usage": self._final_usage()}

@@ -78,11 +78,11 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
-    job = api.job(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
+    call = api.job(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
     speech = SpeechRequest(
         task,
         form,
-        job,
+        call,
         transcriber,
         language,
         [start for start, _ in pieces],
@@ -91,7 +91,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
         no_speech,
     )
     return await api.answer(
-        job,
+        call,
         SpeechEncoder(api, speech),
         request,
         stream=form.stream,
@@ -202,7 +202,7 @@ class _SpeechRuns:
         inputs = [
             self.transcriber.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
             for prompt, output, start, end in zip(
-                speech.job.prompts, outputs, speech.starts, speech.ends, strict=True
+                speech.call.prompts, outputs, speech.starts, speech.ends, strict=True
             )
         ]
         prompts = [self.prompt(ids, piece) for (ids, _), (_, piece) in zip(inputs, pieces, strict=True)]

@@ -99,9 +99,9 @@ class ChatEncoder(ChunkEncoder):
         body, chunks = self._body, []
         first: dict[str, Any] = {}
         if body.return_token_ids:
-            first["prompt_token_ids"] = self._job.prompts[0].token_ids
+            first["prompt_token_ids"] = self._call.prompts[0].token_ids
         if body.return_prompt_text:
-            first["prompt_text"] = self._job.prompts[0].text
+            first["prompt_text"] = self._call.prompts[0].text
         for index in range(len(self._heads)):
             delta = {"role": self._chat.role, "content": ""}
             chunks.append(self._encode_event([_choice(index, delta)], index, **first))
@@ -183,12 +183,12 @@ class ChatEncoder(ChunkEncoder):
             num_prompt,
             num_output,
             self._num_cached,
-            self._job.timeline,
+            self._call.timeline,
             stats=self._stats,
             num_created=self._num_created,
-            hints=self._job.hints,
+            hints=self._call.hints,
         )
-        media = self._job.prompts[0].media
+        media = self._call.prompts[0].media
         if media is not None and "prompt_tokens_details" in usage:
             usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()
         if self._counts_reasoning:

@@ -18,20 +18,20 @@ class ChunkEncoder(AnswerEncoder):
     def __init__(
         self,
         api: GenerationService,
-        job: ApiCall,
+        call: ApiCall,
         *,
         object: str,
         options: StreamOptions | None,
         num_choices: int,
     ) -> None:
-        self._api, self._job, self._num_choices = api, job, num_choices
+        self._api, self._call, self._num_choices = api, call, num_choices
         forced = api.settings.api.enable_force_include_usage
         include_usage = bool(options and options.include_usage)
-        self._usage = forced or include_usage or job.timeline is not None
+        self._usage = forced or include_usage or call.timeline is not None
         self._usage_in_every_chunk = forced or (
             include_usage and bool(options and options.continuous_usage_stats)
         )
-        self._frame, self._num_prompt = job.frame(object), job.num_prompt_tokens
+        self._frame, self._num_prompt = call.frame(object), call.num_prompt_tokens
         self._num_output = [0] * num_choices
         self._stats: RequestStateStats | None = None
 
@@ -59,7 +59,7 @@ class ChunkEncoder(AnswerEncoder):
     ) -> dict[str, Any]:
         """Return the body of a response that is not streamed. `transfer`: its `kv_transfer_params`."""
         return {
-            **self._job.frame(object),
+            **self._call.frame(object),
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": self._api.fingerprint,

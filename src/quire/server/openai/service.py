@@ -49,7 +49,7 @@ from quire.server.openai.streams import (
     final_output,
     gather_all,
 )
-from quire.server.openai.timeline import TIMELINE_HEADER, JobTimeline, request_metrics
+from quire.server.openai.timeline import TIMELINE_HEADER, CallTimeline, request_metrics
 from quire.server.settings import ServerSettings, parsers_of
 from quire.text.tokenizer import Tokenizer
 
@@ -81,7 +81,7 @@ class ApiCall:
     """Data-parallel rank of the engine core that must run the call; None: any engine core."""
     prompts: list[Prompt]
     params: list[Params]
-    timeline: JobTimeline | None = None
+    timeline: CallTimeline | None = None
     """Timings of the call; None if the client did not request them."""
     account: KeyAccount | None = None
     """Account of the call's API key; None without a named key."""
@@ -184,7 +184,7 @@ class GenerationService:
         hints = cache_hints(body, request.headers)
         for prompt in prompts:
             prompt.hints = hints
-        job = ApiCall(
+        call = ApiCall(
             id=f"{id_prefix}-{base}",
             created=int(time.time()),
             model=name,
@@ -192,17 +192,17 @@ class GenerationService:
             rank=_header_int(request, "x-data-parallel-rank"),
             prompts=prompts,
             params=list(params),
-            timeline=JobTimeline.of(request, self.engine.inputs.tokenizer),
+            timeline=CallTimeline.of(request, self.engine.inputs.tokenizer),
             account=account_of(request.scope),
             lora=lora,
         )
-        if job.account is not None:
-            job.account.add_prompt(job.num_prompt_tokens)
+        if call.account is not None:
+            call.account.add_prompt(call.num_prompt_tokens)
         if self.settings.log.enable_log_requests:
             for prompt in prompts:
                 shown = self._shorten(prompt.text)
-                logger.info("Received request %s: params: %s, prompt: %r", job.id, params[0], shown)
-        return job
+                logger.info("Received request %s: params: %s, prompt: %r", call.id, params[0], shown)
+        return call
 
     def _resolve_model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
         """Return the model name for the response, and the adapter (None: the base model). Raise NotFound if
@@ -243,7 +243,7 @@ class GenerationService:
 
     async def answer(
         self,
-        job: ApiCall,
+        call: ApiCall,
         encoder: AnswerEncoder,
         request: Request,
         *,
@@ -255,14 +255,14 @@ class GenerationService:
         """Run the call and return its response from the encoder. `in_order`: a stream has all outputs of a
         prompt before those of the next prompt. `before_encoding` is called with the final outputs of a
         response that is not streamed, and awaited before they are encoded."""
-        timeline = job.timeline
+        timeline = call.timeline
         if stream:
-            outputs = await self.streamed(job, in_order=in_order)
+            outputs = await self.streamed(call, in_order=in_order)
             on_output = None if timeline is None else timeline.add_output
             return EventStream(
                 outputs, encoder=encoder, running_requests=self.running_requests, on_output=on_output
             )
-        finals = await self.until_disconnect(request, self.final_outputs(job))
+        finals = await self.until_disconnect(request, self.final_outputs(call))
         if before_encoding is not None:
             await self.until_disconnect(request, before_encoding(finals))
         if timeline is None:
@@ -281,17 +281,17 @@ class GenerationService:
     def pauses(self) -> Pauses:
         return Pauses(lock=self._lock)
 
-    async def streamed(self, job: ApiCall, *, in_order: bool = False) -> Outputs:
+    async def streamed(self, call: ApiCall, *, in_order: bool = False) -> Outputs:
         """Start the requests and return their outputs as they arrive. With several prompts, the ids are
-        `job.engine_ids()`. With `in_order`, all outputs of a prompt precede those of the next prompt."""
+        `call.engine_ids()`. With `in_order`, all outputs of a prompt precede those of the next prompt."""
         streams: list[Outputs] = []
         pause = self.pauses()
-        checker = ParamsChecker(self.engine.inputs, job.lora)
+        checker = ParamsChecker(self.engine.inputs, call.lora)
         try:
-            for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
+            for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
-                checked, timed = await checker.of(params), job.timeline is not None
-                streams.append(self.engine.generate(prompt, checked, id, timed=timed, **job.routing))
+                checked, timed = await checker.of(params), call.timeline is not None
+                streams.append(self.engine.generate(prompt, checked, id, timed=timed, **call.routing))
                 await pause.if_due()
         except BaseException:
             for item in streams:
@@ -301,26 +301,26 @@ class GenerationService:
         if in_order:
             outputs = OrderedOutputs(streams)
         elif len(streams) > 1:
-            outputs = MergedOutputs(dict(zip(job.engine_ids(), streams, strict=True)), pause)
+            outputs = MergedOutputs(dict(zip(call.engine_ids(), streams, strict=True)), pause)
         if self.settings.log.enable_log_outputs:
-            outputs = LoggedOutputs(outputs, job.id, self._shorten)
+            outputs = LoggedOutputs(outputs, call.id, self._shorten)
         return outputs
 
-    async def final_outputs(self, job: ApiCall) -> list[RequestOutput]:
+    async def final_outputs(self, call: ApiCall) -> list[RequestOutput]:
         """Run the call and return the final outputs, in the order of the prompts."""
-        if isinstance(job.params[0], BeamSearchParams):
+        if isinstance(call.params[0], BeamSearchParams):
             pauses = self.pauses()
             coroutines = [
-                beam_search(self.engine, prompt, params, id, pauses=pauses, routing=job.routing)
-                for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
+                beam_search(self.engine, prompt, params, id, pauses=pauses, routing=call.routing)
+                for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
             ]
             return await gather_all(coroutines)
-        outputs = await self.streamed(job)
-        if len(job.prompts) == 1:
+        outputs = await self.streamed(call)
+        if len(call.prompts) == 1:
             return [await final_output(outputs)]
         last = await collect_final_outputs(outputs)
-        return [last[id] for id in job.engine_ids()]
+        return [last[id] for id in call.engine_ids()]
 
     def reports_cache(self, hints: CacheHints | None) -> bool:
         """Whether the usage in a response reports the cached tokens, for a request with these cache hints."""
@@ -331,7 +331,7 @@ class GenerationService:
         num_prompt: int,
         num_output: int,
         num_cached: int | None = None,
-        timeline: JobTimeline | None = None,
+        timeline: CallTimeline | None = None,
         *,
         stats: RequestStateStats | None = None,
         num_created: int | None = None,

@@ -39,8 +39,8 @@ async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Requ
 @limit_long_bodies
 async def show_completion_prompts(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Return the tokens and parameters that each prompt would send to the engine."""
-    job = await begin_completion(api, body, _without_account(request))
-    return await _render(api, body, job, lambda prompts: prompts)
+    call = await begin_completion(api, body, _without_account(request))
+    return await _render(api, body, call, lambda prompts: prompts)
 
 
 def _without_account(request: Request) -> Request:
@@ -51,19 +51,19 @@ def _without_account(request: Request) -> Request:
 async def _render(
     api: GenerationService,
     body: ChatBody | CompletionBody,
-    job: ApiCall,
+    call: ApiCall,
     body_of: Callable[[list[dict[str, Any]]], Any],
 ) -> Response:
     """Render the prompts of a call, one dict per prompt, and return what `body_of` makes of the list."""
-    if any(prompt.embeds is not None for prompt in job.prompts):
+    if any(prompt.embeds is not None for prompt in call.prompts):
         raise RequestError("`prompt_embeds` have no token ids and cannot be rendered", param="prompt_embeds")
-    size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in job.prompts)
-    inputs = api.inputs_of(job.model)
-    return await off_loop(size, lambda: json_response(body_of(_rendered_prompts(inputs, body, job))))
+    size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in call.prompts)
+    inputs = api.inputs_of(call.model)
+    return await off_loop(size, lambda: json_response(body_of(_rendered_prompts(inputs, body, call))))
 
 
 def _rendered_prompts(
-    inputs: InputProcessor, body: ChatBody | CompletionBody, job: ApiCall
+    inputs: InputProcessor, body: ChatBody | CompletionBody, call: ApiCall
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -72,15 +72,15 @@ def _rendered_prompts(
             "token_offsets": _offsets(inputs, body, prompt),
             "prompt": prompt.text,
             "sampling_params": public_params(_sampling_params(params)),
-            "model": job.model,
+            "model": call.model,
             "stream": bool(body.stream),
             "stream_options": body.stream_options and body.stream_options.model_dump(),
             "cache_salt": prompt.cache_salt,
-            "priority": job.priority,
+            "priority": call.priority,
             "features": None if prompt.media is None else _features(prompt.media),
             "kv_transfer_params": None,
         }
-        for id, prompt, params in zip(job.engine_ids(), job.prompts, job.params, strict=True)
+        for id, prompt, params in zip(call.engine_ids(), call.prompts, call.params, strict=True)
     ]
 
 
@@ -131,8 +131,8 @@ async def show_chat_answer(api: GenerationService, body: DerenderChatBody, reque
         chat = await prepare_chat(api, chat_body.model_copy(update=_NOT_STREAMED), request)
     else:
         chat_body = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
-        job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
-        chat = ChatRequest(chat_body, job, api.settings.api.response_role, "")
+        call = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
+        chat = ChatRequest(chat_body, call, api.settings.api.response_role, "")
     _check_choices([tokens_reply], chat_body.n or 1)
     output = await _decode_reply(
         api.inputs_of(chat.job.model), tokens_reply, _sampling_params(chat.job.params[0])
@@ -164,22 +164,22 @@ async def show_completion_answer(
     if completion is not None:
         # Logprobs of /inference/v1/generate have the chat format and are not converted.
         completion = completion.model_copy(update={**_NOT_STREAMED, "logprobs": None})
-        job = await begin_completion(api, completion, request)
+        call = await begin_completion(api, completion, request)
     else:
         completion = CompletionBody(prompt="")  # type: ignore[call-arg]
         prompts = [Prompt([]) for _ in replies]
-        job = api.job("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
-    if len(job.prompts) != len(replies):
+        call = api.job("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
+    if len(call.prompts) != len(replies):
         raise RequestError(
-            f"{len(replies)} generate_responses for {len(job.prompts)} prompts", param="generate_responses"
+            f"{len(replies)} generate_responses for {len(call.prompts)} prompts", param="generate_responses"
         )
     _check_choices(replies, completion.n or 1)
-    inputs = api.inputs_of(job.model)
+    inputs = api.inputs_of(call.model)
     outputs = [
         await _decode_reply(inputs, reply, _sampling_params(params))
-        for reply, params in zip(replies, job.params, strict=True)
+        for reply, params in zip(replies, call.params, strict=True)
     ]
-    encoder, num_prompt = CompletionEncoder(api, completion, job), sum(body.prompt_tokens or ())
+    encoder, num_prompt = CompletionEncoder(api, completion, call), sum(body.prompt_tokens or ())
     return await off_loop(
         _num_chars(outputs), lambda: json_response(_with_usage(encoder.response_body(outputs), num_prompt))
     )
