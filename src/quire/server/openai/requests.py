@@ -35,7 +35,7 @@ Biases = Annotated[
     dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})
 ]
 """Logit biases by token id. SamplingParams checks them, and stops at the first invalid one."""
-Unbuilt = JsonValue
+Unsupported = JsonValue
 """Type of the field of an unsupported feature: any value but null is answered with 400."""
 
 

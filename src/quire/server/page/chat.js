@@ -50,7 +50,7 @@ export class Chat {
 
   /** Kinds of input that the model accepts besides text. */
   set modalities(names) {
-    this.#images.sees = names.includes("image");
+    this.#images.enabled = names.includes("image");
   }
 
   stop() {
@@ -62,7 +62,7 @@ export class Chat {
     this.#begin(null);
     this.#messages = [];
     this.#refused = false;
-    this.#images.take();
+    this.#images.removeAll();
     this.#log.replaceChildren(this.#hello);
     this.showContext(0);
     this.#input.focus();
@@ -84,7 +84,7 @@ export class Chat {
 
   #ask(text) {
     if (!(text || this.#images.size) || this.#running || !this.#controls.check()) return;
-    const urls = this.#images.take();
+    const urls = this.#images.removeAll();
     // With the refused question in the conversation, every further question would be refused, too.
     if (this.#refused) this.#messages.pop();
     this.#input.value = "";
