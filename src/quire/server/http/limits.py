@@ -120,9 +120,9 @@ class AdmissionMiddleware:
             if chunked:
                 receive = kind.limit_body(receive)
         if self._echo_request_id and b"x-request-id" in headers:
-            send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
+            send = _HeaderSend(send, (b"x-request-id", headers[b"x-request-id"]))
         if version := self._weight_version():
-            send = _with_header(send, (b"x-weight-version", version.encode()))
+            send = _HeaderSend(send, (b"x-weight-version", version.encode()))
         # Set for every request, since the next request of the connection may run in a copy of this context.
         CACHE_SCOPE.set("" if key is None else key.cache_scope)
         scope[DIRECT_SEND] = send
@@ -245,10 +245,23 @@ def route_path(scope: Scope) -> str:
     return path
 
 
-def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:
-    async def send_with_header(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), header]
-        await send(message)
+class SendWrapper:
+    """Base class of ASGI `send` functions around another one."""
 
-    return send_with_header
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.direct: Send = getattr(send, "direct", send)
+        """The innermost `send`, for the chunks of a stream, which no wrapper changes."""
+
+
+class _HeaderSend(SendWrapper):
+    """A `send` that adds a header to the response."""
+
+    def __init__(self, send: Send, header: tuple[bytes, bytes]) -> None:
+        super().__init__(send)
+        self._header = header
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), self._header]
+        await self._send(message)

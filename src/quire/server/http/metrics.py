@@ -7,6 +7,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
+from quire.server.http.limits import SendWrapper, route_path
 
 
 class MetricsMiddleware:
@@ -41,25 +42,23 @@ class MetricsMiddleware:
             )
 
     def _handler(self, scope: Scope) -> str:
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in HANDLERS:
+        if (path := route_path(scope)) in HANDLERS:
             return path
         return next((path for path, route in self._patterns if route.matches(scope)[0] is Match.FULL), "none")
 
 
-class _RecordingSend:
+class _RecordingSend(SendWrapper):
     """A `send` that records the status and the length of the response."""
 
     def __init__(self, send: Send) -> None:
-        self.direct = send
-        """The wrapped `send`, for streams, which have no known length."""
+        super().__init__(send)
         self.status = 200
         self.num_bytes = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status, self.num_bytes = message["status"], _length(message.get("headers", ()))
-        await self.direct(message)
+        await self._send(message)
 
 
 def _length(headers: list[tuple[bytes, bytes]]) -> int:
