@@ -25,7 +25,7 @@ from quire.errors import QuireError, RequestError
 from quire.logs import get_logger
 from quire.server.http.errors import ClientDisconnected, response_to, validation_error
 from quire.server.http.in_flight import HandlerQueue, is_disconnected
-from quire.server.http.limits import account_of
+from quire.server.http.limits import account_of, route_path
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class FastPath:
         self._queue = HandlerQueue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None
+        route = self._routes.get(route_path(scope)) if scope.get("method") == "POST" else None
         if route is None:
             return await self._app(scope, receive, send)
         try:

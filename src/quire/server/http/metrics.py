@@ -23,7 +23,7 @@ class MetricsMiddleware:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in UNCOUNTED:
+        if scope["type"] != "http" or route_path(scope) in UNCOUNTED:
             return await self._app(scope, receive, send)
         started = time.perf_counter()
         answer = _RecordingSend(send)
