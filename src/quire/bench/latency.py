@@ -9,11 +9,10 @@ import numpy as np
 from tqdm import tqdm
 
 from quire.bench.datasets import random_samples
+from quire.bench.report import PERCENTILES
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.entrypoints.llm import LLM
-
-PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def add_flags(parser: FlagParser) -> None:

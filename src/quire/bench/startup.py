@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from quire.bench.report import PERCENTILES
 from quire.checkpoint.gguf import split_parts
 from quire.checkpoint.hub import locate
 from quire.config.args import check_args
@@ -25,7 +26,6 @@ from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.env import Env
 from quire.errors import ConfigError
 
-PERCENTILES = (10, 25, 50, 75, 90, 99)
 NAMES = {"startup_time": "startup time", "import_time": "import time", "first_token_time": "first token"}
 
 
