@@ -89,9 +89,6 @@ class SpeechEncoder(ChunkEncoder):
             | ({"usage": self._final_usage()} if self._usage_in_every_chunk else {})
         )
 
-    def _final_usage(self) -> dict[str, Any]:
-        return self._api.usage(self._num_prompt, self._num_output[0], timeline=self._call.timeline)
-
     def _final_fields(self) -> dict[str, Any]:
         return {"usage": self._final_usage()}
 

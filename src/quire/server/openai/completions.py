@@ -128,7 +128,7 @@ class CompletionEncoder(ChunkEncoder):
         )
         lead = chunk_head(self._frame)
         self._heads = [lead + b'{"index":%d,"text":' % index for index in range(num_choices)]
-        self._num_cached = [0] * len(call.prompts)
+        self._cached_by_prompt = [0] * len(call.prompts)
         self._prompt_logprobs: list[PromptLogprobs | None] = [None] * len(call.prompts)
         """Prompt logprobs, which arrive with the first output of each prompt and apply to all of its
         choices."""
@@ -139,7 +139,7 @@ class CompletionEncoder(ChunkEncoder):
 
     def encode(self, output: RequestOutput) -> bytes:
         prompt_index = self._prompt_indices[output.request_id] if len(self._prompt_indices) > 1 else 0
-        self._num_cached[prompt_index], self._stats = output.num_cached_tokens or 0, output.metrics
+        self._cached_by_prompt[prompt_index], self._stats = output.num_cached_tokens or 0, output.metrics
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
         chunks = []
@@ -190,24 +190,22 @@ class CompletionEncoder(ChunkEncoder):
         return event(chunk)
 
     def _final_usage(self) -> dict[str, Any]:
-        num_output, num_cached = sum(self._num_output), sum(self._num_cached)
-        timeline, hints, stats = self._call.timeline, self._call.hints, self._stats
-        return self._api.usage(self._num_prompt, num_output, num_cached, timeline, stats=stats, hints=hints)
+        self._num_cached = sum(self._cached_by_prompt)
+        return super()._final_usage()
 
     # ---- a whole answer
 
     def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        body, choices, num_output, num_cached = self._body, [], 0, 0
+        body, choices = self._body, []
         for prompt_index, output in enumerate(outputs):
             echo = _echo(self._api, body, self._call.prompts[prompt_index])
             for choice in output.outputs:
                 index = prompt_index * self._num_per_prompt + choice.index
                 choices.append(self._build_choice(output, choice, echo) | {"index": index})
-                num_output += len(_tokens_of(body, choice))
-            num_cached += output.num_cached_tokens or 0
-        stats, hints = outputs[0].metrics, self._call.hints
-        usage = self._api.usage(self._num_prompt, num_output, num_cached, stats=stats, hints=hints)
-        return self._build_reply(_OBJECT, choices, usage, stats, outputs[0].kv_transfer_params)
+                self._num_output[index] += len(_tokens_of(body, choice))
+            self._cached_by_prompt[prompt_index] = output.num_cached_tokens or 0
+        self._stats = outputs[0].metrics
+        return self._build_reply(_OBJECT, choices, outputs[0])
 
     def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
         api, body, logprobs = self._api, self._body, None
