@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -26,8 +27,6 @@ from quire.server.http.errors import (
     ClientDisconnected,
     Forbidden,
     add_error_handlers,
-    error_info,
-    error_response,
     json_response,
     response_to,
 )
@@ -36,7 +35,7 @@ from quire.server.http.limits import TOKENLESS_PATHS, UNLIMITED_PATHS, is_operat
 from quire.server.key_limits import Ledger
 from quire.server.openai.models import model_cards
 from quire.server.openai.service import unknown_model_error
-from quire.server.ops.status import METRICS_TYPE
+from quire.server.ops.status import METRICS_TYPE, health_response
 from quire.server.settings import ServerSettings
 
 LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -173,16 +172,9 @@ class ModelRouter:
 
         async def health(model: str | None = None) -> Response:
             """Return 200 if the server, or the named model, makes progress, else 503 with the cause."""
-            try:
-                if model is None:
-                    self._pool.check()
-                else:
-                    self._pool.check_model(self.find(model).pool_model)
-            except RequestError:
-                raise
-            except QuireError as error:
-                return error_response(error_info(str(error), 503, "ServiceUnavailableError"))
-            return Response(status_code=200)
+            if model is None:
+                return health_response(self._pool.check)
+            return health_response(partial(self._pool.check_model, self.find(model).pool_model))
 
         for path, methods in (("/health", ["GET", "HEAD"]), ("/ping", ["GET", "HEAD", "POST"])):
             app.add_api_route(path, health, methods=methods)
