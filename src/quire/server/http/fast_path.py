@@ -75,10 +75,9 @@ class FastPath:
         except (HTTPException, ClientDisconnected) as error:  # HTTPException: the body is too long
             return await response_to(error)(scope, receive, send)
         adapter, respond = route
+        request = Request(scope, receive)
         if _is_large(raw):
-            response = await self._respond(
-                self._parse_in_thread(adapter, respond), raw, Request(scope, receive)
-            )
+            response = await self._respond(self._parse_in_thread(adapter, respond), raw, request)
             return await response(scope, receive, send)
         if not may_have_surrogates(raw):
             try:
@@ -86,7 +85,7 @@ class FastPath:
             except ValidationError:
                 pass
             else:
-                response = await self._respond(respond, body, Request(scope, receive))
+                response = await self._respond(respond, body, request)
                 return await response(scope, receive, send)
         await self._app(scope, replay(raw, receive), send)
 

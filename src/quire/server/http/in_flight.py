@@ -4,8 +4,7 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -16,8 +15,9 @@ from quire.server.http.errors import ClientDisconnected
 
 T = TypeVar("T")
 
-_LONG_BYTES = 1 << 14
-_MAX_LONG_BODIES = 2
+LONG_BYTES = 1 << 14
+"""Size in bytes from which a body is long; a chunked body counts as long."""
+MAX_LONG_BODIES = 2
 """Number of long bodies, such as those of /tokenize, that an API process handles at once. They share the
 threads with the prompts of other requests, and tokenization takes about 100 times the text's memory."""
 
@@ -77,22 +77,6 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 def num_body_bytes(request: Request) -> int:
     """Return the length of a body in bytes; a chunked body has an unknown length: `sys.maxsize`."""
     return int(request.headers.get("content-length", sys.maxsize))
-
-
-class LongBodyLimit:
-    """Semaphore for requests with long bodies; requests with short bodies do not wait."""
-
-    def __init__(self, max_running: int = _MAX_LONG_BODIES) -> None:
-        self._slots = asyncio.Semaphore(max_running)
-
-    @asynccontextmanager
-    async def slot(self, request: Request) -> AsyncIterator[None]:
-        """Wait, in order of arrival, while too many requests with long or chunked bodies are running."""
-        if num_body_bytes(request) < _LONG_BYTES:
-            yield
-            return
-        async with self._slots:
-            yield
 
 
 class HandlerQueue:

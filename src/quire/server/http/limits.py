@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.data.cache_scope import CACHE_SCOPE
@@ -228,9 +229,9 @@ def is_operator(scope: Scope) -> bool:
     return _OPERATOR in scope
 
 
-def without_account(scope: Scope) -> Scope:
-    """Return the scope without an account, for a request that is charged to no key."""
-    return {**scope, _ACCOUNT: None}
+def without_account(request: Request) -> Request:
+    """Return the request without its account: it is charged to no key, since it does not use the engine."""
+    return Request({**request.scope, _ACCOUNT: None}, request.receive)
 
 
 async def _discard_body(receive: Receive) -> None:

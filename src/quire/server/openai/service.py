@@ -29,7 +29,7 @@ from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.api_keys import KeyAccount
 from quire.server.http.errors import NotFound, json_response
-from quire.server.http.in_flight import LongBodyLimit, RunningRequests
+from quire.server.http.in_flight import LONG_BYTES, MAX_LONG_BODIES, RunningRequests, num_body_bytes
 from quire.server.http.limits import account_of
 from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
@@ -126,7 +126,7 @@ class GenerationService:
         if (tokenizer := engine.inputs.tokenizer) is not None and engine.inputs.pooling is None:
             self.parsers.detect(tokenizer.chat_template, engine.facts.chat_template)
         self.running_requests = RunningRequests()
-        self.long_bodies = LongBodyLimit()
+        self.long_bodies = asyncio.Semaphore(MAX_LONG_BODIES)
         self._lock = asyncio.Lock()
         """Lock for the pauses of large calls: one of these calls at a time resumes on the event loop."""
         facts = engine.facts
@@ -415,11 +415,13 @@ def _positions_size(positions: PromptLogprobs | SampleLogprobs | None) -> int:
 
 
 def limit_long_bodies(answer: Answer) -> Answer:
-    """Let a handler wait while too many requests with long bodies are processed (decorator)."""
+    """Let a handler wait while `MAX_LONG_BODIES` requests with long bodies are processed (decorator)."""
 
     @functools.wraps(answer)
     async def limited(api: GenerationService, body: Any, request: Request) -> Response:
-        async with api.long_bodies.slot(request):
+        if num_body_bytes(request) < LONG_BYTES:
+            return await answer(api, body, request)
+        async with api.long_bodies:
             return await answer(api, body, request)
 
     return limited

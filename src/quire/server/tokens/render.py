@@ -32,20 +32,15 @@ from quire.server.tokens.bodies import (
 @limit_long_bodies
 async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Return the tokens and parameters that a chat would send to the engine."""
-    chat = await prepare_chat(api, body, _without_account(request))
+    chat = await prepare_chat(api, body, without_account(request))
     return await _render(api, body, chat.job, lambda prompts: prompts[0])
 
 
 @limit_long_bodies
 async def show_completion_prompts(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Return the tokens and parameters that each prompt would send to the engine."""
-    call = await begin_completion(api, body, _without_account(request))
+    call = await begin_completion(api, body, without_account(request))
     return await _render(api, body, call, lambda prompts: prompts)
-
-
-def _without_account(request: Request) -> Request:
-    """Return the request without its account: rendering does not use the engine and is not charged."""
-    return Request(without_account(request.scope), request.receive)
 
 
 async def _render(
@@ -125,7 +120,7 @@ _NOT_STREAMED = {"stream": False, "stream_options": None}
 @limit_long_bodies
 async def show_chat_answer(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
     """Convert generated tokens to the reply of a chat."""
-    tokens_reply, chat_body, request = body.generate_response, body.chat_request, _without_account(request)
+    tokens_reply, chat_body, request = body.generate_response, body.chat_request, without_account(request)
     await _check(api, body, [tokens_reply])
     if chat_body is not None:
         chat = await prepare_chat(api, chat_body.model_copy(update=_NOT_STREAMED), request)
@@ -153,7 +148,7 @@ async def show_completion_answer(
     api: GenerationService, body: DerenderCompletionBody, request: Request
 ) -> Response:
     """Convert generated tokens to the reply of a completion."""
-    replies, completion, request = body.generate_responses, body.completion_request, _without_account(request)
+    replies, completion, request = body.generate_responses, body.completion_request, without_account(request)
     await _check(api, body, replies)
     if body.prompt_tokens is not None and len(body.prompt_tokens) != len(replies):
         raise RequestError(
