@@ -46,12 +46,11 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_into_an_asgi_application() -> None:
-    transport = AsgiTransport(app, headers={"Authorization": "Bearer k"})
-    answer = asyncio.run(transport.send("/v1/completions", b'{"prompt": 1}', "r1"))
+    answer = asyncio.run(AsgiTransport(app).send("/v1/completions", b'{"prompt": 1}', "r1"))
     result = json.loads(answer.body)
     assert (answer.status, result["path"], result["method"]) == (202, "/v1/completions", "POST")
     assert result["body"] == '{"prompt": 1}'
-    assert result["headers"]["x-request-id"] == "r1" and result["headers"]["authorization"] == "Bearer k"
+    assert result["headers"]["x-request-id"] == "r1"
     assert (
         result["headers"]["content-type"] == "application/json"
         and result["headers"]["content-length"] == "13"

@@ -307,6 +307,24 @@ def test_cancelled_request_holds_no_model() -> None:
     models.run(talk)
 
 
+@pytest.mark.parametrize("error", [EngineError("no host memory"), OSError("no host memory")])
+def test_model_that_cannot_fall_asleep_is_unloaded(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Models("a", 10, sleep_after_s=1.0)
+
+    async def fail(level: int) -> None:
+        raise error
+
+    async def talk() -> None:
+        models.clock.now += 10
+        await models.pool.sleep_idle()
+        assert models.states == {"a": "unloaded"} and models["a"].level == 0
+        await models.use("a")
+
+    monkeypatch.setattr(models.backends["a"], "sleep", fail)
+    models.run(talk)
+    assert models.backends["a"].calls == ["load", "unload", "load", "unload"]
+
+
 def test_sleeping_model_whose_cores_ended_is_loaded_again() -> None:
     models = Models("ab", 10)
 

@@ -1,9 +1,16 @@
 """Tests of the operator routes and of the OpenAPI document."""
 
-from ask import ask, refused
+import asyncio
+
+import httpx
+from ask import COMPLETIONS, ask, refused
 from fake_engine import FakeEngine
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.metrics.http import POOLING_ROUTES
+from quire.server.app import Application
+from quire.server.settings import make_settings
 
 
 def test_health_reports_the_cause() -> None:
@@ -93,3 +100,24 @@ def test_documents_can_be_disabled() -> None:
     for path in ("/docs", "/openapi.json", "/redoc"):
         assert ask("GET", path).status_code == 200
         assert ask("GET", path, settings={"disable_fastapi_docs": True}).status_code == 404
+
+
+def test_root_path_is_no_part_of_a_route() -> None:
+    """With --root-path, JSON bodies do not go through FastAPI, and status routes are not counted."""
+    engine = FakeEngine()
+    application = Application(engine, make_settings({"root_path": "/api"}))
+
+    async def fastapi(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["method"] == "GET", "the fast path is not used"
+        await Response()(scope, receive, send)
+
+    application.inner._app = fastapi  # type: ignore[attr-defined]
+    transport = httpx.ASGITransport(application.asgi, root_path="/api")
+
+    async def statuses() -> list[int]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/api") as client:
+            completion = await client.post(COMPLETIONS, json={"prompt": "ab"})
+            return [completion.status_code, (await client.get("/metrics")).status_code]
+
+    assert asyncio.run(statuses()) == [200, 200]
+    assert [exchange.handler for exchange in engine.exchanges] == [COMPLETIONS]

@@ -64,7 +64,8 @@ _read_any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def index(path: Path) -> list[Line]:
-    """Return all lines that are not blank. Bodies are not kept: the file may be larger than memory."""
+    """Return all lines of a batch file that are not blank, without their content, since the file may be
+    larger than the memory."""
     try:
         with path.open("rb") as file:
             return list(_index_lines(file))
@@ -87,7 +88,8 @@ def error_line(line: Line) -> bytes:
 
 
 def refusal(entry: bytes) -> str | None:
-    """Return why the request of an output line was refused, as one line; None if it was answered."""
+    """Return the reason, in one line, for which the request of the output line `entry` was refused; None if
+    it was answered."""
     output = _read_entry(entry)
     if output.error is not None:
         return output.error.message

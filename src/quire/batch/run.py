@@ -111,7 +111,8 @@ async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
 
 
 async def _answer(args: argparse.Namespace, source: Path, work: Sequence[Line], journal: Journal) -> None:
-    """Answer the remaining requests. A ServerGone error reports the progress."""
+    """Answer the requests of `work`, the lines without an answer in the journal. If the server is gone, raise
+    a ServerGone error that reports the progress."""
     num_before = len(journal.finished)
     total = num_before + len(work)
     async with open_transport(args) as transport:
@@ -179,8 +180,8 @@ class BatchRun:
 
 
 def write_output(path: Path, lines: Sequence[Line], journal: Journal) -> tuple[int, str]:
-    """Write all answers in the order of the requests. The file is replaced atomically. Return how
-    many requests were refused, by the checks of the file or by the server, and the first reason."""
+    """Write all answers to the file `path`, in the order of the requests; it is replaced atomically. Return
+    the number of requests that were invalid or refused by the server, and the reason for the first."""
     unfinished, num_refused, first_reason = path.with_name(path.name + ".tmp"), 0, ""
     try:
         with unfinished.open("wb") as file:

@@ -40,11 +40,10 @@ class HttpTransport:
 
 
 class AsgiTransport:
-    """Calls an ASGI application directly: no socket, no second process, the same request models."""
+    """Calls an ASGI application in this process, without a socket. Requests are validated as by a server."""
 
-    def __init__(self, app: AsgiApp, *, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, app: AsgiApp) -> None:
         self._app = app
-        self._headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
 
     async def send(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
         unread = [body]
@@ -83,7 +82,7 @@ class AsgiTransport:
             "raw_path": url.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": headers + self._headers,
+            "headers": headers,
             "client": ("127.0.0.1", 0),
             "server": ("localhost", 80),
             "state": {},

@@ -14,19 +14,17 @@ import uvloop
 
 from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
-from quire.config.mm_caches import CacheKind, cache_kind
+from quire.config.mm_caches import cache_kind
 from quire.config.plugins import load_plugins
-from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
+from quire.configure import cache_info, open_grammars, open_tokenizer, settings_of
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.fleet_link import Fleet
-from quire.frontend.inputs import InputProcessor
-from quire.frontend.kv_transfer import validators_of
 from quire.frontend.multimodal import media_reader
+from quire.frontend.open_inputs import open_inputs
 from quire.frontend.prefix_map import PrefixMap
-from quire.frontend.prompt_embeds import embeds_reader
 from quire.frontend.tracing import tracer_of
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyPages
@@ -79,7 +77,15 @@ def make_engine(
     facts = _build_facts(config, num_cores=len(addresses))
     num_engines = len(addresses) if fleet is None else FLEET_ENGINES
     cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=num_engines)
-    inputs = _make_inputs(config, facts, cache=cache, index=index, media_memory=media_memory)
+    tokenizer = open_tokenizer(config)
+    inputs = open_inputs(
+        config,
+        tokenizer,
+        open_grammars(config, tokenizer, max_bytes=SPARE_BYTES),
+        media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
+        max_model_len=facts.max_model_len,
+        seed=config.model.seed + index,
+    )
     inputs.media.processor_cache.count = metrics.observe_media
     engine_metrics = EngineMetrics(
         metrics,
@@ -105,28 +111,6 @@ def make_engine(
         resumes=config.scheduler.resume_requests,
         settings=settings_of(config),
         tracer=tracer_of(config),
-    )
-
-
-def _make_inputs(
-    config: EngineConfig, facts: EngineFacts, *, cache: CacheKind, index: int, media_memory: str
-) -> InputProcessor:
-    tokenizer = open_tokenizer(config)
-    return InputProcessor(
-        tokenizer=tokenizer,
-        vocab=facts.vocab,
-        max_model_len=facts.max_model_len,
-        eos_ids=eos_ids(config, tokenizer),
-        max_logprobs=facts.max_logprobs,
-        seed=config.model.seed + index,
-        max_prompt_len=config.scheduler.max_prompt_len,
-        pooling=config.pooling,
-        embeds=embeds_reader(config),
-        media=media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
-        grammars=open_grammars(config, tokenizer, max_bytes=SPARE_BYTES),
-        enable_lora=config.lora.enable_lora,
-        num_extra_vocab=config.lora.lora_extra_vocab_size,
-        validators=validators_of(config),
     )
 
 

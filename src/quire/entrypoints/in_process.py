@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.mm_caches import in_process_cache_kind
-from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
+from quire.configure import cache_info, open_grammars, open_tokenizer, settings_of
 from quire.core.build import build_core
 from quire.core.control import Operator, run_work
 from quire.core.engine_core import EngineCore
@@ -21,11 +21,10 @@ from quire.entrypoints.llm_control import LLMControl
 from quire.errors import EngineError, RequestError
 from quire.frontend.control import CoreControl
 from quire.frontend.in_flight import failure
-from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.kv_transfer import validators_of
+from quire.frontend.inputs import Prompt
 from quire.frontend.multimodal import media_reader
+from quire.frontend.open_inputs import open_inputs
 from quire.frontend.outputs import AnyOutput, OutputProcessor
-from quire.frontend.prompt_embeds import embeds_reader
 from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
 
 T = TypeVar("T")
@@ -41,23 +40,14 @@ class LocalEngine(LLMControl):
         grammars = open_grammars(config, self.tokenizer)
         self.core, cache = build_core(config, grammars)
         self.max_model_len = cache.max_model_len
-        self.inputs = InputProcessor(
-            tokenizer=self.tokenizer,
-            vocab=config.checkpoint.facts.vocab,
+        kind = in_process_cache_kind(config.multimodal, config.parallel)
+        self.inputs = open_inputs(
+            config,
+            self.tokenizer,
+            grammars,
+            media_reader(config, self.tokenizer, cache=kind),
             max_model_len=cache.max_model_len,
-            eos_ids=eos_ids(config, self.tokenizer),
-            max_logprobs=config.model.max_logprobs,
             seed=config.model.seed,
-            max_prompt_len=config.scheduler.max_prompt_len,
-            pooling=config.pooling,
-            embeds=embeds_reader(config),
-            media=media_reader(
-                config, self.tokenizer, cache=in_process_cache_kind(config.multimodal, config.parallel)
-            ),
-            grammars=grammars,
-            enable_lora=config.lora.enable_lora,
-            num_extra_vocab=config.lora.lora_extra_vocab_size,
-            validators=validators_of(config),
         )
         self.outputs = self._new_outputs()
         self._pending: list[AnyOutput] = []

@@ -336,10 +336,9 @@ class ModelPool:
             while model.num_users:
                 model.left.clear()
                 await model.left.wait()
-            if level is None:
+            if level is None or not await self._sleep(model, level):
+                level = None
                 await model.backend.unload()
-            else:
-                await self._sleep(model, level)
             model.is_awake, model.level = False, level or 0
             change = "was unloaded" if level is None else f"sleeps at level {level}"
             log.info("Model %s %s", model.name, change)
@@ -347,12 +346,14 @@ class ModelPool:
             model.changing = ""
             self._admit_waiting(model)  # if the model stayed awake
 
-    async def _sleep(self, model: PoolModel, level: int) -> None:
+    async def _sleep(self, model: PoolModel, level: int) -> bool:
+        """Put a model to sleep. Return False if that fails, so that the model has to be unloaded."""
         try:
             await model.backend.sleep(level)
-        except QuireError as error:
+        except Exception as error:  # the task that calls this serves all models and must not end
             log.error("Model %s could not be put to sleep and is unloaded: %s", model.name, error)
-            await model.backend.unload()
+            return False
+        return True
 
     async def sleep_idle(self) -> None:
         """Put models to sleep that have been idle for long, if no model is changing."""

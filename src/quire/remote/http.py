@@ -125,8 +125,8 @@ class HttpClient:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """A connection with one request at a time. asyncio and the parser call the names without an
-    underscore."""
+    """A connection with one request at a time. Its public methods, except `exchange` and `close`, are
+    callbacks of asyncio and of the parser."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -216,7 +216,7 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an OSError: the system's text, since asyncio's repeats the address."""
+    """Return the reason of an OSError: the system's text, since that of asyncio repeats the address."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__

@@ -29,14 +29,14 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The part that a chunk adds to a chat message."""
+    """Text that a chunk of a stream adds to a chat message."""
 
     content: str | None = None
     reasoning: str | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The part that a chunk adds to one choice."""
+    """What a chunk of a stream adds to one choice."""
 
     text: str = ""
     delta: Delta | None = None

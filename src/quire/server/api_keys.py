@@ -17,7 +17,7 @@ _MAX_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An accepted API key. Only its digest is kept."""
+    """An accepted API key. Of the key itself, only the SHA-256 digest is stored."""
 
     digest: bytes = field(repr=False)
     name: str = ""
@@ -33,14 +33,15 @@ class Key:
 
     @property
     def cache_scope(self) -> str:
-        """Return the cache scope of the key's requests; all plain keys share the empty scope."""
+        """Return the name of the scope within which requests share cached prefixes and media. All plain keys
+        have the empty scope."""
         if not self.name:
             return ""
         return f"group {self.cache_group}" if self.cache_group else f"key {self.name}"
 
 
 def key_names(keys: Iterable[Key]) -> list[str]:
-    """Return the names of the named keys; the index of a name is the number of the key's account."""
+    """Return the names of the keys that have one; the index of a name is the number of the key's account."""
     return [key.name for key in keys if key.name]
 
 
@@ -52,8 +53,8 @@ def digest(key: bytes) -> bytes:
 
 
 def read_keys(values: Iterable[str]) -> tuple[Key, ...]:
-    """Return the keys of the `api_key` values. A value that starts with `@` or ends in one of `FILES` is the
-    path of a file of keys."""
+    """Return the API keys for the values of the option `api_key`. A value that starts with `@` or has a
+    suffix in `FILES` is the path of a file of keys; any other value is a key."""
     keys: list[Key] = []
     for value in values:
         if value.startswith("@") or value.lower().endswith(FILES):

@@ -36,7 +36,8 @@ from quire.server.tokens.routes import add_token_routes, add_tokens_in_out
 
 
 class Application:
-    """The ASGI application of one model, with the objects that a drain needs: `api` and `feed`."""
+    """The ASGI application of one model. A shutdown also uses `api`, which has the running requests, and
+    `feed`, the event stream of the web page."""
 
     def __init__(
         self,
@@ -45,7 +46,8 @@ class Application:
         keys: KeyPages | None = None,
         registry: LoRARegistry | None = None,
     ) -> None:
-        """Build routes and middleware. The API processes of a server share `keys` and `registry`."""
+        """Build the routes and the middleware. All API processes of a server share `keys`, the counters of
+        the API keys, and `registry`, the LoRA adapters."""
         self.api = GenerationService(engine, settings, registry)
         docs = not settings.api.disable_fastapi_docs
         self.routes = FastAPI(
@@ -67,7 +69,7 @@ class Application:
         self.feed: SnapshotFeed = add_page(self.routes, engine)
         self.routes.openapi = lambda: document(self.routes)  # type: ignore[method-assign]
         self.inner = inner_app(self.routes, self.api, settings)
-        """The routes without middleware."""
+        """The routes without middleware, for a server with several models."""
         self.asgi = wrap(self.inner, engine, settings, Ledger(settings.keys, keys))
 
 
@@ -84,15 +86,15 @@ def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
 
 
 def inner_app(app: FastAPI, api: GenerationService, settings: ServerSettings) -> ASGIApp:
-    """Return the routes of a model behind `FastPath`. With LoRA, a request holds its adapters until it has
-    ended."""
+    """Return the routes of a model behind `FastPath`, which parses JSON bodies. With LoRA, the adapters of a
+    request are not removed before the request has ended."""
     fast_path = FastPath(app, log_stack=settings.log.log_error_stack)
     return api.adapters.hold_adapters(fast_path) if api.adapters.enabled else fast_path
 
 
 def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
-    """Return `app` wrapped in the server's middleware. `engine` counts the HTTP exchanges and provides the
-    weight version."""
+    """Return `app` wrapped in the server's middleware. `engine` counts the HTTP requests and reports the
+    version of the weights for a response header."""
     access = settings.access
     middleware = AdmissionMiddleware(
         app,

@@ -22,7 +22,8 @@ class Ledger:
     def __init__(
         self, keys: Sequence[Key], pages: KeyPages | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Initialize the accounts; `clock` must be the same in all processes."""
+        """Create the accounts. All API processes share `pages`, the memory with the counters of the keys, and
+        must use the same `clock`."""
         self.keys = tuple(keys)
         named = [key for key in self.keys if key.name]
         self._pages = pages or KeyPages(key_names(keys))

@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 
 _KEEP_ALIVE_S = 5
 _GRACE_S = 5.0
-"""Seconds after the drain in which aborted requests send their last chunk."""
+"""Seconds in which the requests that a shutdown has aborted send their last chunk."""
 
 
 class _Server(uvicorn.Server):
@@ -72,7 +72,7 @@ class _Server(uvicorn.Server):
 
 
 class _PathFilter(logging.Filter):
-    """Log filter that drops access log lines of the `unlogged` paths."""
+    """Log filter that drops the access log lines of some paths, such as /health."""
 
     def __init__(self, unlogged: frozenset[str]) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ async def serve(
     keys: KeyPages | None = None,
     registry: LoRARegistry | None = None,
 ) -> None:
-    """Serve one model, see `serve_models`. `on_serving` is called with its application when the server
-    accepts connections."""
+    """Build the application of one model and serve it, see `serve_models`. `on_serving` is called with the
+    application when the server accepts connections."""
     application = Application(engine, settings, keys, registry)
     await serve_models(
         settings,
@@ -120,9 +120,10 @@ async def serve_models(
 ) -> None:
     """Serve `app` until `stop` is set; if `stop` is None, until SIGTERM or SIGINT.
 
-    `connections`: listening sockets, or a handle that receives connections; None binds the address of the
-    settings. At the end, running requests of the `applications` (one per model) have `shutdown_timeout`
-    seconds to finish; the rest are aborted. `on_serving` is called when the server accepts connections."""
+    `connections`: listening sockets, or a handle through which the supervisor process passes connections; if
+    it is None, the server binds the address of the settings. At shutdown, the running requests of the
+    `applications` (one per model) have `shutdown_timeout` seconds to finish; then they are aborted.
+    `on_serving` is called when the server accepts connections."""
     config, stop = _config(app, settings), stop or _stop_on_signals()
     if isinstance(connections, ConnectionHandle):
         source: ConnectionSource = ConnectionReceiver(connections)
@@ -143,8 +144,8 @@ async def serve_models(
 
 
 def _announce(settings: ServerSettings, applications: Sequence[Application]) -> None:
-    """Log the address, the parsers that chat templates select, unprotected accesses and, at level `debug`,
-    the routes."""
+    """Log the server's address, the parsers that chat templates select, warnings about access without an API
+    key and, at level `debug`, the routes."""
     logger.info("Starting Quire server on %s", settings.address)
     if not settings.http.uds:
         logger.info("Chat and live view: %s/", settings.address.replace("://0.0.0.0", "://localhost"))
@@ -162,7 +163,7 @@ def _announce(settings: ServerSettings, applications: Sequence[Application]) -> 
 async def _drain(
     server: _Server, applications: Sequence[Application], serving: "asyncio.Task[None]", timeout_s: float
 ) -> None:
-    """Refuse new connections, let running requests finish, and abort them after `timeout_s`."""
+    """Refuse new connections, let the running requests finish, and abort those that exceed `timeout_s`."""
     if num_answering := sum(len(application.api.running_requests) for application in applications):
         logger.info("Draining: %d requests have %g s to finish", num_answering, timeout_s)
     server.should_exit = True

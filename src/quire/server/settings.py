@@ -47,11 +47,11 @@ class ServerSettings:
     adapters: AdapterSection = field(default_factory=AdapterSection)
     models: ModelsSection = field(default_factory=ModelsSection)
     modules: tuple[LoRAModule, ...] = ()
-    """Adapters parsed from `lora_modules`."""
+    """LoRA adapters parsed from the option `lora_modules`."""
     changes_adapters: bool = False
-    """Whether the routes that load and unload adapters exist."""
+    """Whether the routes that load and unload LoRA adapters exist."""
     keys: tuple[Key, ...] = ()
-    """Keys parsed from `api_key`."""
+    """API keys parsed from the option `api_key`."""
     max_sequences: int = MAX_SEQUENCES
     """Maximum sequences of one request: prompts times n."""
     max_audio_bytes: int = 25 << 20
@@ -107,7 +107,7 @@ def server_flags(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_settings(options: Mapping[str, Any], *, env: Env | None = None) -> ServerSettings:
-    """Build and check the settings from names and values; a value of None means the default."""
+    """Build and check the settings from `options`, the values by name; a value of None means the default."""
     known, values = options_of(SERVER_SECTIONS), {}
     for name, value in options.items():
         if value is None:

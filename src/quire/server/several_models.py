@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -26,8 +27,6 @@ from quire.server.http.errors import (
     ClientDisconnected,
     Forbidden,
     add_error_handlers,
-    error_info,
-    error_response,
     json_response,
     response_to,
 )
@@ -36,23 +35,23 @@ from quire.server.http.limits import TOKENLESS_PATHS, UNLIMITED_PATHS, is_operat
 from quire.server.key_limits import Ledger
 from quire.server.openai.models import model_cards
 from quire.server.openai.service import unknown_model_error
-from quire.server.ops.status import METRICS_TYPE
+from quire.server.ops.status import METRICS_TYPE, health_response
 from quire.server.settings import ServerSettings
 
 LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _POOL_PATHS = ("/sleep", "/wake_up")
-"""Routes for a single model that are refused here: they would change its state without the pool."""
+"""Routes of a server with one model that are refused here: the model pool would not know of the change."""
 _STATUS_PATHS = frozenset({"/v1/models", "/health", "/ping", "/load", "/metrics"})
 _MAX_FORM_FIELD = 1 << 16
 """Maximum size in bytes of the part of a form that names the model."""
 _LARGE_BYTES = 1 << 20
 """Size in bytes above which a body is searched for the model's name in a thread."""
 _FORM_MODEL = re.compile(rb'name="?model"?[;\r]')
-"""Header of the part of a form that names the model."""
+"""Pattern in the header of the form field `model`, in a multipart body."""
 
 
 class _Names(msgspec.Struct):
-    """The fields of a body that name a model or an adapter."""
+    """The fields of a body that name a model or a LoRA adapter."""
 
     model: str | None = None
     base_model_name: str | None = None
@@ -66,7 +65,7 @@ class ModelBody(BaseModel):
 
 
 class ServedModel:
-    """One model of a server with several models: its routes, and its entry in the pool."""
+    """One model of a server with several models: its routes, and its state in the model pool."""
 
     def __init__(self, application: Application, pool_model: PoolModel) -> None:
         self.application = application
@@ -75,10 +74,11 @@ class ServedModel:
         routes = (route for route in application.routes.routes if isinstance(route, Route))
         paths = {route.path for route in routes if "POST" in (route.methods or ())}
         self.engine_paths = paths - UNLIMITED_PATHS.keys() - (TOKENLESS_PATHS - LORA_PATHS)
-        """Paths with POSTs that need the engine, so that the model must be awake."""
+        """Paths whose POST requests use the engine, so that the model must be awake."""
 
     def cards(self) -> dict[str, dict[str, Any]]:
-        """Return the /v1/models entries of the model and its adapters by name, with the model's state."""
+        """Return the entries of /v1/models for the model and its LoRA adapters, by name, with the model's
+        state."""
         pool_model = self.pool_model
         status: dict[str, Any] = {"value": pool_model.state, "pinned": pool_model.pinned}
         if pool_model.sleep_level:
@@ -99,7 +99,7 @@ class ModelRouter:
         pool: ModelPool,
         settings: ServerSettings,
     ) -> None:
-        """Set the models; the first model answers requests that name no model."""
+        """Create a router. The first model answers requests that name no model."""
         self._models = list(models)
         self._pool = pool
         self._settings = settings
@@ -135,8 +135,8 @@ class ModelRouter:
             self._pool.release(model.pool_model)
 
     async def _choose(self, path: str, scope: Scope, body: bytes) -> ServedModel:
-        """Return the model that the body names, or else the query, or else the first model. An invalid body
-        names no model; the routes of the returned model report the error."""
+        """Return the model that the body names, else the model that the URL's query names, else the first
+        model. An invalid body names no model; the routes of the returned model report the error."""
         is_large = len(body) > _LARGE_BYTES
         names = await asyncio.to_thread(_names_of, path, body) if is_large else _names_of(path, body)
         if path not in LORA_PATHS:
@@ -148,8 +148,8 @@ class ModelRouter:
         return named_model or next(with_adapters, self._models[0])
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model with this name or with an adapter of this name; without a name, the first model.
-        Raise NotFound for an unknown name."""
+        """Return the model with this name or with a LoRA adapter of this name; without a name, the first
+        model. Raise NotFound for an unknown name."""
         if not name:
             return self._models[0]
         if (model := self._find_by_name(name)) is not None:
@@ -172,16 +172,9 @@ class ModelRouter:
 
         async def health(model: str | None = None) -> Response:
             """Return 200 if the server, or the named model, makes progress, else 503 with the cause."""
-            try:
-                if model is None:
-                    self._pool.check()
-                else:
-                    self._pool.check_model(self.find(model).pool_model)
-            except RequestError:
-                raise
-            except QuireError as error:
-                return error_response(error_info(str(error), 503, "ServiceUnavailableError"))
-            return Response(status_code=200)
+            if model is None:
+                return health_response(self._pool.check)
+            return health_response(partial(self._pool.check_model, self.find(model).pool_model))
 
         for path, methods in (("/health", ["GET", "HEAD"]), ("/ping", ["GET", "HEAD", "POST"])):
             app.add_api_route(path, health, methods=methods)

@@ -15,8 +15,8 @@ Emit = Callable[[str], None]
 
 DEFAULT_MAX_TOKENS = 1024
 _HELP = "Ctrl-C stops an answer. Ctrl-D, or Ctrl-C at the prompt, ends. /help prints this line."
-TALKERS = LazyTable(
-    "talker", {"local": "quire.terminal.local:LocalBackend", "server": "quire.terminal.server:ServerBackend"}
+BACKENDS = LazyTable(
+    "backend", {"local": "quire.terminal.local:LocalBackend", "server": "quire.terminal.server:ServerBackend"}
 )
 
 
@@ -61,7 +61,7 @@ def add_shared_flags(parser: FlagParser) -> None:
     group.add_argument("-q", "--quick", metavar="TEXT", help="Answer this text and exit.")
 
 
-def open_talker(args: argparse.Namespace) -> ChatBackend:
+def open_backend(args: argparse.Namespace) -> ChatBackend:
     flags = engine_args_from(args)
     local = args.local or bool(flags)
     if local and (args.url or args.model_name):
@@ -70,7 +70,7 @@ def open_talker(args: argparse.Namespace) -> ChatBackend:
             f"{flag} runs a model in this process, but --url and --model-name are for a server: "
             "leave out either"
         )
-    backend: ChatBackend = TALKERS["local" if local else "server"](args)
+    backend: ChatBackend = BACKENDS["local" if local else "server"](args)
     print(f"Using model: {backend.name}", flush=True)
     return backend
 

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from quire.config.cli import FlagParser
-from quire.terminal import add_shared_flags, answer_all, open_talker, show
+from quire.terminal import add_shared_flags, answer_all, open_backend, show
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -13,7 +13,7 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    backend = open_talker(args)
+    backend = open_backend(args)
     messages: list[dict[str, Any]] = []
     if args.system_prompt:
         messages.append({"role": "system", "content": args.system_prompt})

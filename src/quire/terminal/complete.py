@@ -3,7 +3,7 @@
 import argparse
 
 from quire.config.cli import FlagParser
-from quire.terminal import add_shared_flags, answer_all, open_talker, show
+from quire.terminal import add_shared_flags, answer_all, open_backend, show
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -11,7 +11,7 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    backend = open_talker(args)
+    backend = open_backend(args)
 
     def answer(text: str) -> None:
         show(lambda emit: backend.complete(text, emit), args)

@@ -50,8 +50,8 @@ class LocalBackend:
 
 @contextmanager
 def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed before its call, so that Ctrl-C
-    interrupts no step."""
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed before its call. Inside of the
+    context, Ctrl-C itself raises nothing, so that it cannot interrupt a step of the engine."""
     interrupts: list[int] = []
 
     def check() -> None:

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_state(config: EngineConfig, output: Path) -> None:
-    """Raise a ConfigError if no state can be saved, before anything is loaded."""
+    """Raise a ConfigError if the model cannot be saved with these settings, or not in the directory
+    `output`."""
     if config.checkpoint.format == "gguf":
         raise ConfigError(
             f"{config.checkpoint.path} is a GGUF file, which is memory-mapped: a saved state is not faster"

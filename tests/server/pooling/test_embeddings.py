@@ -13,7 +13,7 @@ from disconnecting import post
 from fake_engine import FakeEngine, numbers
 
 from quire.server.app import Application
-from quire.server.pooling.jobs import pack_values
+from quire.server.pooling.calls import pack_values
 from quire.server.settings import make_settings
 
 EMBEDDINGS = "/v1/embeddings"

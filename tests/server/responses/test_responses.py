@@ -488,9 +488,9 @@ async def test_concurrent_background_requests_respect_the_limit(monkeypatch: pyt
     async with clients(engine, StoreLimits(max_count=1)) as (_, raw):
         both = asyncio.Barrier(2)
 
-        async def together(api: GenerationService, job: ApiCall) -> Outputs:
+        async def together(api: GenerationService, call: ApiCall) -> Outputs:
             await both.wait()
-            return await streamed(api, job)
+            return await streamed(api, call)
 
         monkeypatch.setattr(GenerationService, "streamed", together)
         async with asyncio.timeout(TIMEOUT_S):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 
 from quire.data.params import INT64_MAX, INT64_MIN
+from quire.server.openai.replies import reply_model
 from quire.server.openai.requests import Body, CacheControl, EngineBody, Many, Some, TokenId, doc
 
 # ---- requests
@@ -266,7 +267,4 @@ class MessageReply(BaseModel):
     usage: MessageUsage
 
 
-class CountReply(BaseModel):
-    """The answer of /v1/messages/count_tokens."""
-
-    input_tokens: int
+CountReply = reply_model("CountReply", "The answer of /v1/messages/count_tokens.", input_tokens=int)

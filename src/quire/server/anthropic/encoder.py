@@ -20,8 +20,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BlockEvents:
-    """The content blocks of one message, as events. White space alone starts no block if other blocks may
-    follow."""
+    """The content blocks of one message, as stream events. With `hold_space`, white space alone starts no
+    block, since another block may follow."""
 
     def __init__(self, *, hold_space: bool) -> None:
         self.index = -1

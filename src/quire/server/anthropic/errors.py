@@ -6,6 +6,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.http.limits import SendWrapper
+
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _KINDS = {
     400: "invalid_request_error",
@@ -39,13 +41,12 @@ class MessageErrorMiddleware:
         await self._app(scope, receive, _RewritingSend(scope, receive, send) if is_message_path else send)
 
 
-class _RewritingSend:
+class _RewritingSend(SendWrapper):
     """An ASGI `send` that buffers error replies until they can be rewritten."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.direct = getattr(send, "direct", send)
-        """The unwrapped `send`, for streams."""
-        self._scope, self._receive, self._send = scope, receive, send
+        super().__init__(send)
+        self._scope, self._receive = scope, receive
         self._start: Message | None = None
         self._error_body = b""
 

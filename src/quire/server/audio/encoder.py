@@ -26,7 +26,7 @@ class SpeechRequest:
 
     task: str
     form: SpeechForm
-    job: ApiCall
+    call: ApiCall
     transcriber: Transcriber
     language: str | None
     """Language code of the audio; None if the request sets none and the model does not detect it."""
@@ -39,7 +39,8 @@ class SpeechRequest:
     no_speech: Sequence[float | None] = ()
     """Probability per chunk that the chunk contains no speech, None if unknown; empty if not computed."""
     token_starts: list[list[int]] = field(default_factory=list)
-    """For each chunk, the encoder state at which the text after each token begins; empty if not aligned."""
+    """For each chunk, the index of the encoder state at which the text after each token begins; empty unless
+    word timestamps are computed."""
 
     @property
     def seconds(self) -> float:
@@ -52,7 +53,7 @@ class SpeechRequest:
 
 
 class SpeechEncoder(ChunkEncoder):
-    """Encodes a transcription or translation. Each chunk of the audio is a prompt of the same call."""
+    """Encodes a transcription or translation. Each chunk of the audio is one prompt of the API call."""
 
     def __init__(self, api: GenerationService, speech: SpeechRequest) -> None:
         self._speech, form = speech, speech.form
@@ -60,7 +61,7 @@ class SpeechEncoder(ChunkEncoder):
             include_usage=form.stream_include_usage, continuous_usage_stats=form.stream_continuous_usage_stats
         )
         kind = f"{NAMES[speech.task]}.chunk"
-        super().__init__(api, speech.job, object=kind, options=options, num_choices=1)
+        super().__init__(api, speech.call, object=kind, options=options, num_choices=1)
         self._num_finished = 0
         self._has_text = self._is_new_chunk = False
         """Whether text was sent, and whether the next text belongs to the next chunk of the audio."""
@@ -87,9 +88,6 @@ class SpeechEncoder(ChunkEncoder):
             | {"choices": [choice]}
             | ({"usage": self._final_usage()} if self._usage_in_every_chunk else {})
         )
-
-    def _final_usage(self) -> dict[str, Any]:
-        return self._api.usage(self._num_prompt, self._num_output[0], timeline=self._job.timeline)
 
     def _final_fields(self) -> dict[str, Any]:
         return {"usage": self._final_usage()}

@@ -26,7 +26,7 @@ from quire.server.openai.streams import gather_all
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FIELDS_BYTES = 1 << 20
-"""Maximum size of a form without its file."""
+"""Maximum bytes of a form without its file."""
 _ID_PREFIXES = {"transcribe": "trsc", "translate": "trsl"}
 """Prefixes of the request ids."""
 _SAMPLING = (
@@ -78,11 +78,11 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
-    job = api.job(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
+    call = api.job(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
     speech = SpeechRequest(
         task,
         form,
-        job,
+        call,
         transcriber,
         language,
         [start for start, _ in pieces],
@@ -91,7 +91,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
         no_speech,
     )
     return await api.answer(
-        job,
+        call,
         SpeechEncoder(api, speech),
         request,
         stream=form.stream,
@@ -155,7 +155,8 @@ async def _read_audio(
 
 @dataclass(frozen=True, slots=True)
 class _SpeechRuns:
-    """The runs of the model for one request, besides the transcription itself."""
+    """Additional runs of the model for a speech request: to detect the language and speech, and to align
+    words."""
 
     api: GenerationService
     task: str
@@ -201,7 +202,7 @@ class _SpeechRuns:
         inputs = [
             self.transcriber.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
             for prompt, output, start, end in zip(
-                speech.job.prompts, outputs, speech.starts, speech.ends, strict=True
+                speech.call.prompts, outputs, speech.starts, speech.ends, strict=True
             )
         ]
         prompts = [self.prompt(ids, piece) for (ids, _), (_, piece) in zip(inputs, pieces, strict=True)]

@@ -25,7 +25,8 @@ PAUSE_S = 0.05
 
 @dataclass(frozen=True)
 class ConnectionHandle:
-    """Handle with which an API process receives connections."""
+    """Handle with which an API process receives connections from the supervisor. The process counts its
+    closed connections in `closed_file`, at position `index`."""
 
     channel: socket.socket
     """Socket that carries one message per connection, with its file descriptor."""
@@ -34,8 +35,8 @@ class ConnectionHandle:
 
 
 class ConnectionDealer:
-    """Supervisor's side: accepts connections and passes them to API processes. A process receives
-    connections from `admit` until `drop`."""
+    """Accepts connections in the supervisor and passes them to the API processes. A process, identified by
+    its index, receives connections from the call of `admit` until the call of `drop`."""
 
     def __init__(self, listener: socket.socket, closed_file: Path, count: int) -> None:
         listener.setblocking(False)
@@ -46,7 +47,7 @@ class ConnectionDealer:
         """Number of connections that each process has closed; each process writes its own count."""
         self._num_passed = [0] * count
         self._channels: list[tuple[socket.socket, socket.socket] | None] = [None] * count
-        """Channels by process: the supervisor's end and the process's end; None without a process."""
+        """Socket pairs by process: the supervisor's end and the process's end; None without a process."""
         self._serving: set[int] = set()
         self._pending: socket.socket | None = None
         """Accepted connection that no process could take yet."""
@@ -66,7 +67,7 @@ class ConnectionDealer:
         return ConnectionHandle(process_end, self._file, index)
 
     def admit(self, index: int) -> None:
-        """Start passing connections to a process that has its end of the channel and serves."""
+        """Start passing connections to a process that has received its handle and is ready to serve."""
         channels = self._channels[index]
         if channels is not None and index not in self._serving:
             channels[1].close()
@@ -136,7 +137,7 @@ class ConnectionSource:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, make_protocol: Callable[[], asyncio.Protocol], ssl: object) -> None:
-        """Take connections in the running event loop, with a new protocol instance for each."""
+        """Start to handle connections in the running event loop, with a new protocol instance for each."""
         loop = asyncio.get_running_loop()
 
         async def connect(connection: socket.socket) -> None:
@@ -206,7 +207,7 @@ class ConnectionAcceptor(ConnectionSource):
 
 
 class ConnectionReceiver(ConnectionSource):
-    """API process's side: receives connections from the supervisor, and counts the closed connections."""
+    """Receives connections from the supervisor in an API process, and counts the closed connections."""
 
     def __init__(self, handle: ConnectionHandle) -> None:
         super().__init__()
@@ -223,7 +224,7 @@ class ConnectionReceiver(ConnectionSource):
         self._closed[self._index] += 1
 
     def stop(self) -> None:
-        """Take the connections passed so far, and no more."""
+        """Accept the connections that the supervisor has passed so far, and no more."""
         asyncio.get_running_loop().remove_reader(self._channel)
         self._receive()
         self._channel.close()

@@ -34,7 +34,7 @@ class NotFound(RequestError):
 
 
 class InvalidBody(RequestError):
-    """The fields of the body are invalid together; the error type is that of a validation error in vLLM."""
+    """The fields of the body contradict each other. The error type is that of a validation error in vLLM."""
 
     kind = "Bad Request"
 
@@ -149,7 +149,8 @@ def validation_error(error: ValidationError) -> Response:
 
 
 def _keys(item: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of a validation error to show; for invalid JSON also `ctx`, which has the reason."""
+    """Return the keys of pydantic's error `item` that the response shows. For invalid JSON, `ctx` has the
+    reason."""
     return ("type", "loc", "msg", "ctx") if item["type"] == "json_invalid" else ("type", "loc", "msg")
 
 

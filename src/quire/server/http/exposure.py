@@ -9,14 +9,15 @@ from quire.server.settings import ServerSettings
 
 
 class Exposure(NamedTuple):
-    """An unprotected access that the operator may not intend."""
+    """A way to use the server without an API key, which the operator may not intend, and its remedy."""
 
     risk: str
     remedy: str
 
 
 def exposures(settings: ServerSettings) -> list[Exposure]:
-    """Return the unprotected accesses of a server without keys, for the log and for `quire doctor`."""
+    """Return the ways to reach a server without an API key, for the log and for `quire doctor`. The list is
+    empty if the server has keys or requires client certificates."""
     if settings.keys or settings.http.ssl_cert_reqs == ssl.CERT_REQUIRED:
         return []
     warnings = []

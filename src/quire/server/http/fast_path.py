@@ -25,14 +25,14 @@ from quire.errors import QuireError, RequestError
 from quire.logs import get_logger
 from quire.server.http.errors import ClientDisconnected, response_to, validation_error
 from quire.server.http.in_flight import HandlerQueue, is_disconnected
-from quire.server.http.limits import account_of
+from quire.server.http.limits import account_of, route_path
 
 logger = get_logger(__name__)
 
 Respond = Callable[[Any, Request], Awaitable[Response]]
 _MAX_BACKSLASHES, _MAX_FINDS = 64, 1024
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Possible lone surrogate, which cannot be encoded in UTF-8."""
+"""Pattern of a surrogate, escaped or encoded. A lone surrogate cannot be encoded in UTF-8."""
 _LARGE = 1 << 20
 """Size in bytes above which a body is parsed in a thread."""
 _MANY_BYTES, _MANY_VALUES = 1 << 14, 1 << 11
@@ -63,7 +63,7 @@ class FastPath:
         self._queue = HandlerQueue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None
+        route = self._routes.get(route_path(scope)) if scope.get("method") == "POST" else None
         if route is None:
             return await self._app(scope, receive, send)
         try:
@@ -75,10 +75,9 @@ class FastPath:
         except (HTTPException, ClientDisconnected) as error:  # HTTPException: the body is too long
             return await response_to(error)(scope, receive, send)
         adapter, respond = route
+        request = Request(scope, receive)
         if _is_large(raw):
-            response = await self._respond(
-                self._parse_in_thread(adapter, respond), raw, Request(scope, receive)
-            )
+            response = await self._respond(self._parse_in_thread(adapter, respond), raw, request)
             return await response(scope, receive, send)
         if not may_have_surrogates(raw):
             try:
@@ -86,7 +85,7 @@ class FastPath:
             except ValidationError:
                 pass
             else:
-                response = await self._respond(respond, body, Request(scope, receive))
+                response = await self._respond(respond, body, request)
                 return await response(scope, receive, send)
         await self._app(scope, replay(raw, receive), send)
 

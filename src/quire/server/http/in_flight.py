@@ -4,8 +4,7 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -16,13 +15,14 @@ from quire.server.http.errors import ClientDisconnected
 
 T = TypeVar("T")
 
-_LONG_BYTES = 1 << 14
-_MAX_LONG_BODIES = 2
+LONG_BYTES = 1 << 14
+"""Size in bytes from which a body is long; a chunked body counts as long."""
+MAX_LONG_BODIES = 2
 """Number of long bodies, such as those of /tokenize, that an API process handles at once. They share the
 threads with the prompts of other requests, and tokenization takes about 100 times the text's memory."""
 
 _TURN_S = 0.004
-"""Seconds of one turn of the event loop after which no further handler begins."""
+"""Seconds for which handlers may begin in one turn of the event loop."""
 
 
 def is_disconnected(receive: Receive) -> bool:
@@ -30,7 +30,8 @@ def is_disconnected(receive: Receive) -> bool:
 
 
 class RunningRequests:
-    """The running requests: each is cancelled when its client disconnects, and all when a drain times out."""
+    """The running requests. One is cancelled when its client disconnects, all are cancelled when a shutdown
+    exceeds its time limit."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -78,29 +79,13 @@ def num_body_bytes(request: Request) -> int:
     return int(request.headers.get("content-length", sys.maxsize))
 
 
-class LongBodyLimit:
-    """Semaphore for requests with long bodies; requests with short bodies do not wait."""
-
-    def __init__(self, max_running: int = _MAX_LONG_BODIES) -> None:
-        self._slots = asyncio.Semaphore(max_running)
-
-    @asynccontextmanager
-    async def slot(self, request: Request) -> AsyncIterator[None]:
-        """Wait, in order of arrival, while too many requests with long or chunked bodies are running."""
-        if num_body_bytes(request) < _LONG_BYTES:
-            yield
-            return
-        async with self._slots:
-            yield
-
-
 class HandlerQueue:
     """Limit of the handlers that begin in one turn of the event loop.
 
-    A handler parses a body, tokenizes it and starts its requests without a suspension. If many requests
-    arrive at once, only a few begin. The others wait for later turns, so that streams and health checks
-    continue in between. Each turn resumes one waiting handler, with the keys in round-robin order. A handler
-    that was cancelled while it waited takes no turn.
+    A handler parses a body, tokenizes it and starts its requests without yielding to the event loop. If many
+    requests arrive at once, only a few begin. The others wait for later turns, so that streams and health
+    checks continue in between. Each turn resumes one waiting handler, with the API keys in round-robin order.
+    A handler that was cancelled while it waited uses no turn.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -109,10 +94,11 @@ class HandlerQueue:
         """Whether a handler has begun in this turn."""
         self._ends_at = 0.0
         self._waiting: dict[int, deque[asyncio.Future[None]]] = {}
-        """Waiting requests by key, in the order in which the keys are served."""
+        """Waiting requests by the number of their API key; the first key is the next whose request begins."""
 
     async def wait(self, tenant: int) -> None:
-        """Return when the handler of a request may begin: at once if this turn has time left."""
+        """Return when the handler of a request may begin: at once if this turn has time left. `tenant`: the
+        number of the request's API key, 0 without a named key."""
         if not self._has_begun:
             self._begin()
         elif self._waiting or self._clock() >= self._ends_at:
@@ -125,7 +111,7 @@ class HandlerQueue:
         asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
-        """End a turn; a waiting handler begins the next one."""
+        """End a turn of the event loop, and let the next waiting handler begin."""
         self._has_begun = False
         while self._waiting:
             tenant = next(iter(self._waiting))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.data.cache_scope import CACHE_SCOPE
@@ -16,7 +17,8 @@ from quire.server.http.errors import error_info, error_response, response_to
 from quire.server.key_limits import Ledger
 
 DIRECT_SEND = "quire.send"
-"""Scope entry with the connection's `send`, for responses that handle their own errors."""
+"""ASGI scope key of the `send` that event streams use. It bypasses FastAPI's error handling, since streams
+report their errors themselves."""
 _ACCOUNT = "quire.account"
 _OPERATOR = "quire.operator"
 _OPEN_REQUEST = "quire.open_request"
@@ -39,10 +41,10 @@ UNLIMITED_PATHS: dict[str, str] = {
     "/ping": "reads one number, for health checks that can only send POST",
     **dict.fromkeys(OPERATOR_PATHS, "for operators, and enabled only by the operator"),
 }
-"""Paths with POSTs that are exempt from the limits of a key, and why that harms no other key. Never list a
-path here that takes much time."""
+"""Paths whose POST requests are exempt from the limits of API keys, with the reason. Only paths whose
+requests take little time may be exempt."""
 CANCEL_SUFFIX = "/cancel"
-"""Suffix of the paths that cancel work, which is always allowed."""
+"""Suffix of the paths that cancel work; the limits of API keys do not apply to them."""
 TOKENLESS_PATHS = frozenset(
     {
         *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
@@ -52,8 +54,8 @@ TOKENLESS_PATHS = frozenset(
         *("/v1/models/load", "/v1/models/unload"),
     }
 )
-"""Paths with POSTs that do not run the model: `max_concurrency` applies to them, `tokens_per_minute` does
-not."""
+"""Paths whose POST requests do not run the model: a key's `max_concurrency` applies to them, its
+`tokens_per_minute` does not."""
 
 
 class AdmissionMiddleware:
@@ -71,8 +73,9 @@ class AdmissionMiddleware:
         max_form_bytes: int = 0,
         weight_version: Callable[[], str] = str,
     ) -> None:
-        """Bodies of POSTs to `form_paths` are forms of at most `max_form_bytes`. `weight_version`
-        returns the value of the header x-weight-version; if it is empty, the header is omitted."""
+        """Create the middleware. `open_paths` need no key. Bodies of POSTs to `form_paths` are forms of at
+        most `max_form_bytes`. `weight_version` returns the value of the header x-weight-version; if it is
+        empty, the header is omitted."""
         self._app = app
         self._ledger = ledger
         self._open_paths = open_paths
@@ -118,10 +121,10 @@ class AdmissionMiddleware:
             if chunked:
                 receive = kind.limit_body(receive)
         if self._echo_request_id and b"x-request-id" in headers:
-            send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
+            send = _HeaderSend(send, (b"x-request-id", headers[b"x-request-id"]))
         if version := self._weight_version():
-            send = _with_header(send, (b"x-weight-version", version.encode()))
-        # Always set: the next request of a connection may start in a copy of this context.
+            send = _HeaderSend(send, (b"x-weight-version", version.encode()))
+        # Set for every request, since the next request of the connection may run in a copy of this context.
         CACHE_SCOPE.set("" if key is None else key.cache_scope)
         scope[DIRECT_SEND] = send
         if key is not None and key.operator:
@@ -191,7 +194,8 @@ class _BodyKind:
 
 
 class _OpenRequest:
-    """One open request of a key, counted until its last user releases it."""
+    """A request that counts as running for the limits of its API key, until its response and all callers of
+    `keep_open` have released it."""
 
     def __init__(self, on_released: Callable[[], None]) -> None:
         self._on_released = on_released
@@ -207,7 +211,7 @@ class _OpenRequest:
 
 
 def keep_open(scope: Scope) -> Callable[[], None]:
-    """Keep the request counted as open after its response, until the returned function is called."""
+    """Let the request count as running after its response, until the returned function is called."""
     open_request: _OpenRequest | None = scope.get(_OPEN_REQUEST)
     if open_request is None:
         return lambda: None
@@ -225,9 +229,9 @@ def is_operator(scope: Scope) -> bool:
     return _OPERATOR in scope
 
 
-def without_account(scope: Scope) -> Scope:
-    """Return the scope without an account, for a request that is charged to no key."""
-    return {**scope, _ACCOUNT: None}
+def without_account(request: Request) -> Request:
+    """Return the request without its account: it is charged to no key, since it does not use the engine."""
+    return Request({**request.scope, _ACCOUNT: None}, request.receive)
 
 
 async def _discard_body(receive: Receive) -> None:
@@ -242,10 +246,23 @@ def route_path(scope: Scope) -> str:
     return path
 
 
-def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:
-    async def send_with_header(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), header]
-        await send(message)
+class SendWrapper:
+    """Base class of ASGI `send` functions around another one."""
 
-    return send_with_header
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.direct: Send = getattr(send, "direct", send)
+        """The innermost `send`, for the chunks of a stream, which no wrapper changes."""
+
+
+class _HeaderSend(SendWrapper):
+    """A `send` that adds a header to the response."""
+
+    def __init__(self, send: Send, header: tuple[bytes, bytes]) -> None:
+        super().__init__(send)
+        self._header = header
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), self._header]
+        await self._send(message)

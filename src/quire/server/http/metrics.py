@@ -7,10 +7,11 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
+from quire.server.http.limits import SendWrapper, route_path
 
 
 class MetricsMiddleware:
-    """ASGI middleware that passes every completed exchange to `count`."""
+    """ASGI middleware that measures each HTTP request and passes the result to `count`."""
 
     def __init__(self, app: ASGIApp, count: Callable[[Exchange], None]) -> None:
         self._app = app
@@ -22,7 +23,7 @@ class MetricsMiddleware:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in UNCOUNTED:
+        if scope["type"] != "http" or route_path(scope) in UNCOUNTED:
             return await self._app(scope, receive, send)
         started = time.perf_counter()
         answer = _RecordingSend(send)
@@ -41,25 +42,23 @@ class MetricsMiddleware:
             )
 
     def _handler(self, scope: Scope) -> str:
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in HANDLERS:
+        if (path := route_path(scope)) in HANDLERS:
             return path
         return next((path for path, route in self._patterns if route.matches(scope)[0] is Match.FULL), "none")
 
 
-class _RecordingSend:
+class _RecordingSend(SendWrapper):
     """A `send` that records the status and the length of the response."""
 
     def __init__(self, send: Send) -> None:
-        self.direct = send
-        """The wrapped `send`, for streams, which have no known length."""
+        super().__init__(send)
         self.status = 200
         self.num_bytes = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status, self.num_bytes = message["status"], _length(message.get("headers", ()))
-        await self.direct(message)
+        await self._send(message)
 
 
 def _length(headers: list[tuple[bytes, bytes]]) -> int:
@@ -68,4 +67,4 @@ def _length(headers: list[tuple[bytes, bytes]]) -> int:
 
 
 async def _no_endpoint() -> None:
-    """Return nothing: the endpoint of routes that only match paths."""
+    """Do nothing: the routes with this endpoint are used only to match paths."""

@@ -37,9 +37,9 @@ def add_post(
     error: type = ErrorReply,
     content: dict[str, Any] | None = None,
 ) -> None:
-    """Add a route that answers a POST with `answer(service, body, request)`. The document takes the route's
-    name, description and body from the signature of `answer`. `content`: further media types of the
-    response."""
+    """Add a route that answers a POST with `answer(service, body, request)`. The OpenAPI document shows the
+    name, the docstring and the body type of `answer`, `reply` as the model of the response, and `codes` as
+    the error statuses. `content`: further media types of the response."""
     described = replies_of(reply, *codes, stream=stream, error=error)
     if content is not None:
         described["responses"][200].setdefault("content", {}).update(content)

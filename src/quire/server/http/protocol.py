@@ -26,7 +26,8 @@ MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 256 << 10
 """Maximum unparsed bytes of pipelined requests."""
 LINGER_S = 2.0
-"""Seconds for a client to read an error: closing while it still sends would discard the response."""
+"""Seconds from an error response to the close of its connection. If the connection were closed while the
+client still sends, the client would lose the response."""
 _SINGLE_HEADERS = frozenset(
     (b"authorization", b"x-api-key", b"host", b"content-type", b"content-length", b"transfer-encoding")
 )
@@ -82,23 +83,24 @@ class HttpProtocol(HttpToolsProtocol):
         self._refusals = refusals
         self._on_closed = on_closed
         self._network: str | None = None
-        """Network that this connection is counted for; None if the connection is refused."""
+        """IPv4 address or IPv6 network for which this connection is counted; None if it was refused."""
         self._earlier_requests: deque[RequestResponseCycle] = deque()
-        """Requests before `cycle` that have no complete response yet, the running request first. Empty
-        unless requests are pipelined."""
+        """Pipelined requests without a complete response that came before `cycle`, the latest request. The
+        first of them is the running request."""
         self._pipelined = bytearray()
         """Bytes received after a complete request that is still running."""
         self._is_ended = False
         """Whether all further input is discarded."""
         self._num_unparsed = 0
-        """Bytes since the end of the last headers or message, or the last chunk of a body."""
+        """Number of bytes received since the end of the last headers or message, or the last chunk of a
+        body."""
         self._waiting_since = 0.0
         """Time at which the headers began, or the last bytes of a body arrived."""
         self._was_paused = False
         """Whether reading was paused for some time since `_waiting_since`."""
         self._timer: asyncio.TimerHandle | None = None
         self._stop_reason: tuple[int, str] | None = None
-        """Status and cause with which a parser callback has stopped the parser."""
+        """HTTP status and message of the error for which a callback has stopped the parser."""
         self._answered_early: RequestResponseCycle | None = None
         """Request that had its complete response, but not its whole body, at the last call of
         `_check_progress`."""
@@ -163,8 +165,8 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and self.cycle.more_body
 
     def _parse_in_pieces(self, data: memoryview) -> None:
-        """Feed the parser in pieces: at most `_max_bytes` bytes may pass between two parts of a message
-        that it reports. Refuse more with status 431."""
+        """Feed the parser in pieces. Refuse the request with status 431 if `_max_bytes` bytes contain neither
+        the end of the headers or of the message nor a chunk of the body."""
         while data:
             if self._is_ended or self._is_answering():
                 self._buffer_pipelined(data)
@@ -185,7 +187,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._on_stop(stop, piece)
 
     def _on_stop(self, stop: Exception, data: bytes | memoryview) -> None:
-        """Handle the input that the parser did not accept."""
+        """Refuse invalid input; after an upgrade request, which also stops the parser, parse the rest."""
         if not isinstance(stop, httptools.HttpParserUpgrade):
             invalid = _IS_TLS if data[:1] == _TLS_HANDSHAKE else _INVALID
             self._refuse(*(self._stop_reason or invalid))
@@ -289,13 +291,14 @@ class HttpProtocol(HttpToolsProtocol):
             )
 
     def _stop_parser(self, status: int, message: str) -> NoReturn:
-        """Stop the parser; only for parser callbacks."""
+        """Stop the parser from one of its callbacks, so that the request is refused with this error."""
         self._stop_reason = status, message
         raise ValueError(message)
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer the request that is being received with an error, and close the connection. If earlier
-        responses are pending, or its own has begun, only close the connection after them."""
+        responses are pending, or the response to this request has begun, complete these responses instead
+        of sending the error, and close the connection after them."""
         self._count_refusal(message)
         if self._is_answering() or (self._in_body() and self.cycle.response_started):
             self._close_after_responses()
@@ -355,8 +358,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer = timer
 
     def _check_progress(self) -> None:
-        """Close the connection if the client is late, and schedule the next check. Each connection has one
-        timer: its requests only record the time."""
+        """Refuse the request or close the connection if the client exceeds a time limit, and schedule the
+        next check. Each connection has a single timer; arriving data only set `_waiting_since`."""
         in_body = self._in_body()
         limit_s = self._limits.body_timeout_s if in_body else self._limits.header_timeout_s
         if not self._awaits_client():
@@ -373,8 +376,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._set_timer(self.loop.call_at(self._waiting_since + limit_s, self._check_progress))
 
     def _awaits_client(self) -> bool:
-        """Whether the server waits for the client, and has not paused reading since the last check. It does
-        not wait while a complete request is answered or an idle connection is kept alive."""
+        """Whether the server waits for data of the client, and has not paused reading since the last check.
+        The server does not wait while it answers a complete request or keeps an idle connection alive."""
         was_paused, self._was_paused = self._was_paused, self.flow.read_paused
         if self._is_ended or self.timeout_keep_alive_task is not None or was_paused or self._is_answering():
             return False

@@ -13,7 +13,8 @@ _BACKLOG = 2048
 
 
 def bind(http: HttpSection) -> socket.socket:
-    """Return the listening socket. Call it before slow work, so that a port in use is reported at once."""
+    """Return the listening socket. Call this before a model is loaded, so that a port in use is reported at
+    once."""
     if http.uds:
         return _bind_uds(Path(http.uds))
     host = http.host or "0.0.0.0"
@@ -24,8 +25,8 @@ def bind(http: HttpSection) -> socket.socket:
 
 
 def check_is_free(http: HttpSection) -> None:
-    """Raise a ConfigError if the server's port or socket path is in use; call it before slow work. No socket
-    file is created, since clients would take it for the socket of a running server."""
+    """Raise a ConfigError if the server's port or socket path is in use; call this before a model is loaded.
+    No socket file is created: its existence would make clients believe that a server is running."""
     if http.headless:
         return
     if not http.uds:

@@ -20,7 +20,7 @@ from quire.server.http.limits import DIRECT_SEND
 
 
 class Connection:
-    """An HTTP/1.1 connection with sent headers, ready for the chunks of a body."""
+    """An HTTP/1.1 connection on which the headers of a response were sent, and the body follows in chunks."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -28,14 +28,15 @@ class Connection:
 
     @classmethod
     def of_send(cls, send: Send) -> "Connection | None":
-        """Return the connection of `send`, or None if it is unknown: with HTTP/1.0, and in tests."""
+        """Return the connection to which an ASGI `send` writes; None with HTTP/1.0, and in tests, where
+        `send` belongs to no connection."""
         cycle = getattr(getattr(send, "direct", send), "__self__", None)
         known = isinstance(cycle, RequestResponseCycle) and cycle.response_started and cycle.chunked_encoding
         return cls(cycle) if known else None  # type: ignore[arg-type]
 
     @property
     def is_full(self) -> bool:
-        """Whether the write buffer is full, as the client reads too slowly."""
+        """Whether the write buffer is full, because the client reads too slowly."""
         return self._cycle.flow.write_paused
 
     async def drained(self) -> None:
@@ -72,7 +73,8 @@ def event(body: Any) -> bytes:
 
 
 def chunk_head(frame: dict[str, Any]) -> bytes:
-    """Return the beginning of a chunk's event, up to its first choice."""
+    """Return the beginning of a chunk's event, up to its first choice. `frame`: the other fields of the
+    chunk."""
     return event(frame).removesuffix(b"}\n\n") + b',"choices":['
 
 
@@ -84,7 +86,7 @@ def _one_line(encoded: bytes) -> bytes:
 
 
 class AnswerEncoder:
-    """Base of the encoders of one API each: outputs become the events of a stream or one body."""
+    """Base class of encoders, one for each API, which turn engine outputs into stream events or a body."""
 
     @property
     def text_only(self) -> bool:
@@ -160,7 +162,8 @@ class EventStream(Response):
 
 
 class StreamWriter:
-    """Writer of outputs as soon as they arrive. Outputs are buffered while the client reads too slowly."""
+    """Writes outputs to a connection as soon as they arrive, and buffers them while the client reads too
+    slowly."""
 
     def __init__(self, connection: Connection, encoder: AnswerEncoder, encode: Encode | None = None) -> None:
         """Create a writer. `encode`, if given, is called instead of `encoder.encode`."""

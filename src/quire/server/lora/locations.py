@@ -28,8 +28,8 @@ class LoRALocations:
     def __init__(
         self, *, roots: Sequence[str] = (), hub: Sequence[str] = (), cache: Path, max_bytes: int
     ) -> None:
-        """Create locations with the allowed `roots` (directories, URLs) and `hub` ids or organizations,
-        and the size limit of a download."""
+        """Set what clients may request: adapters below `roots` (directories, URLs), and those with a hub id
+        or an organization in `hub`. A download to the directory `cache` may have `max_bytes`."""
         self._folders = [resolve_path(root) for root in roots if not is_url(root)]
         self._urls = [root.rstrip("/") + "/" for root in roots if is_url(root)]
         self._hub = frozenset(id.removesuffix("/*") for id in hub)

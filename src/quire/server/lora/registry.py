@@ -127,6 +127,8 @@ class LoRARegistry:
     def __init__(self, file: Path | None = None, modules: Iterable[LoRAModule] = ()) -> None:
         """Create a registry of the entries in `file`, or, if `file` is None, of `modules` in memory."""
         self._file = file
+        self._loaded_mark = None if file is None else file.with_name(f"{file.name}.read")
+        """File that exists once the initial adapters have been loaded."""
         self._modules: dict[str, LoRAModule] = {module.name: module for module in modules}
         self._mtime = -1
         self._locks: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -138,15 +140,11 @@ class LoRARegistry:
     @property
     def is_loaded(self) -> bool:
         """Whether the initial adapters have been loaded."""
-        return self._file is not None and self._loaded_mark(self._file).exists()
+        return self._loaded_mark is not None and self._loaded_mark.exists()
 
     def mark_loaded(self) -> None:
-        if self._file is not None:
-            self._loaded_mark(self._file).touch()
-
-    @staticmethod
-    def _loaded_mark(file: Path) -> Path:
-        return file.with_name(f"{file.name}.read")
+        if self._loaded_mark is not None:
+            self._loaded_mark.touch()
 
     def all(self) -> Mapping[str, LoRAModule]:
         if self._file is not None and (mtime := os.stat(self._file).st_mtime_ns) != self._mtime:
@@ -185,7 +183,7 @@ class LoRARegistry:
 
     @asynccontextmanager
     async def locked(self, name: str) -> AsyncIterator[None]:
-        """Hold the lock of a name: no other task or process changes its adapter."""
+        """Hold the lock of an adapter's name, so that no other task or process changes the adapter."""
         number = _lock_index(name)
         async with self._locks[number]:
             if self._file is None:
@@ -209,7 +207,8 @@ def _lock_index(name: str) -> int:
 
 
 def _write(file: Path, modules: Mapping[str, LoRAModule], version_ns: int) -> None:
-    """Write the file. Its modification time is a version number, since clocks are too coarse."""
+    """Write the file, with `version_ns` as its modification time. This time is a version number: clocks are
+    too coarse to tell two changes apart."""
     new = file.with_name(f"{file.name}.new")
     new.write_bytes(msgspec.json.encode(list(modules.values())))
     os.utime(new, ns=(version_ns, version_ns))

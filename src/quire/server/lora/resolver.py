@@ -25,8 +25,8 @@ _MAX_THREADS = 4
 
 
 class AdapterSearch:
-    """Runs blocking lookups in a few threads. A caller gets an error after `SEARCH_S`; a thread that does
-    not finish keeps its slot until the process ends."""
+    """Runs blocking lookups of adapters in at most `_MAX_THREADS` threads. A caller gets an error after
+    `SEARCH_S` seconds. A lookup that never returns occupies its thread until the process ends."""
 
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(_MAX_THREADS)

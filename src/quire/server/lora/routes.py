@@ -46,8 +46,8 @@ def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             app.add_api_route(path, _refuse, methods=["POST"], include_in_schema=False)
         return
-    clients = "any client that has a key" if api.settings.keys else "any client that reaches this server"
-    logger.warning("Adapters can be loaded and unloaded over HTTP by %s", clients)
+    clients = "Any client with an API key" if api.settings.keys else "Any client that reaches this server"
+    logger.warning("%s can load and unload LoRA adapters over HTTP", clients)
     described: dict[str, Any] = replies_of(None, 400, 403, 404, 413, 500, 503)
     described["responses"][200] = _TEXT
 

@@ -91,7 +91,8 @@ class LoRAService:
         return known is not None and not (known.is_unloading and self._registry.is_free(name))
 
     def hold(self, name: str, scope: Scope) -> LoRARequest | None:
-        """Return the adapter of this name and hold it until the request of this scope has ended."""
+        """Return the adapter of this name, or None. It is not removed before the request with the ASGI
+        `scope` has ended."""
         module = self.get(name)
         if module is None:
             return None
@@ -102,7 +103,7 @@ class LoRAService:
         return module.request()
 
     def hold_adapters(self, app: ASGIApp) -> ASGIApp:
-        """Return `app` wrapped so that requests hold their adapters until they have ended."""
+        """Return `app` wrapped so that the adapters of a request are not removed before it has ended."""
 
         async def run_with_adapters(scope: Scope, receive: Receive, send: Send) -> None:
             names = scope[_ADAPTERS] = list[str]()

@@ -22,13 +22,13 @@ NAMED, REQUIRED = "named", "required"
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How to parse one output."""
+    """How to parse the output of one request."""
 
     make_parser: Callable[[], Parser | Chain] | None = None
     """Factory of the parser; None if all output is text."""
     keeps_special_tokens: bool = False
     reasoning: ReasoningIds | None = None
-    """Token ids of the reasoning marks; None without reasoning or without marks."""
+    """Token ids of the marks around reasoning, such as <think>; None without reasoning or without marks."""
     breaks: tuple[tuple[int, ...], ...] = ()
     """Other token sequences that end the reasoning."""
     may_think: bool = False
@@ -88,9 +88,11 @@ class Parsers:
         unconstrained: bool = True,
         continued_text: str = "",
     ) -> AnswerFormat:
-        """Return how to parse the output of a prompt. `calls` is auto, required, named (of the tool `name`)
-        or none. `num_calls` counts the calls of the conversation so far. `enable_thinking`: whether the
-        request turns thinking on or off. `continued_text` is the message to continue."""
+        """Return how to parse the output of a prompt. `calls`, the mode of tool calls, is auto, required,
+        named (only the tool `name`) or none; `schemas` are the parameter schemas by tool name. `num_calls`
+        counts the tool calls of the conversation so far. `enable_thinking`: whether the request turns
+        thinking on or off; None: neither. `unconstrained`: whether the output has no structured output
+        constraint. `continued_text`: the beginning of the message, if the request continues one."""
         may_begin_inside = enable_thinking or (enable_thinking is None and not self.detected.reasoning)
         opened = None if unconstrained and may_begin_inside else False
         marks = answer_parser(reasoning=self.reasoning).reasoning_marks
@@ -120,7 +122,7 @@ class Parsers:
         )
 
     def _id_maker(self, num_calls: int) -> IdMaker | None:
-        """Return the maker of tool call ids in the model's format, if it has one."""
+        """Return a function that makes tool call ids in the model's format; None if any format will do."""
         if self.tools is None:
             return None
         make_id: IdMaker | None = getattr(TOOLS[self.tools](), "make_id", None)
@@ -164,8 +166,9 @@ class OutputParser:
         omit_reasoning: bool = False,
         single_call: bool = False,
     ) -> None:
-        """Create a parser. Tokens between the `reasoning` marks are counted; `breaks` are other token
-        sequences that end the reasoning."""
+        """Create a parser. The tokens between the marks `reasoning` are counted; `breaks` are other token
+        sequences that end the reasoning. `omit_reasoning` drops the reasoning, `single_call` all tool calls
+        after the first."""
         self._parser = parser
         self._reasoning, self._breaks = reasoning, tuple(breaks)
         self._token_ids: list[int] = []
@@ -173,8 +176,8 @@ class OutputParser:
         self._omit_reasoning, self._single_call = omit_reasoning, single_call
 
     def parse(self, output: CompletionOutput) -> list[Piece]:
-        """Return the pieces that later text cannot change. The last output also returns all text that was
-        held back."""
+        """Return the parsed pieces of an output. Text whose meaning depends on later text is held back until
+        a later output, at the latest the last one."""
         if self._reasoning is not None:
             self._token_ids += output.token_ids
         pieces = self.parse_text(output.text)
@@ -244,7 +247,7 @@ class CalledTool:
 
 @dataclass(slots=True)
 class CollectedAnswer:
-    """A complete output, by the kinds of its pieces."""
+    """A complete output: its text, its reasoning and its tool calls."""
 
     text: str = ""
     reasoning: str = ""

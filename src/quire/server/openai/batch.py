@@ -54,14 +54,14 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
         await pause.if_due()
     prompts = [prompt for chat in chats for prompt in chat.job.prompts]
     params = [item for chat in chats for item in chat.job.params]
-    job = dataclasses.replace(chats[0].job, prompts=prompts, params=params)
-    outputs = await api.until_disconnect(request, api.final_outputs(job))
+    call = dataclasses.replace(chats[0].job, prompts=prompts, params=params)
+    outputs = await api.until_disconnect(request, api.final_outputs(call))
     for chat, output in zip(chats, outputs, strict=True):
         answers.append(ChatEncoder(api, chat).response_body([output]))
         await pause.if_due()
     choices = [answer["choices"][0] | {"index": index} for index, answer in enumerate(answers)]
     usage = api.usage(
-        job.num_prompt_tokens,
+        call.num_prompt_tokens,
         sum(answer["usage"]["completion_tokens"] for answer in answers),
         sum(output.num_cached_tokens or 0 for output in outputs),
     )

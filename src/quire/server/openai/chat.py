@@ -45,8 +45,6 @@ class ChatEncoder(ChunkEncoder):
         self._parsers = [chat.parser() for _ in range(num_choices)]
         self._has_calls = [False] * num_choices
         """Whether each choice has called a tool."""
-        self._num_cached: int | None = None
-        self._num_created: int | None = None
         self._started = False
 
     # ---- a stream
@@ -99,9 +97,9 @@ class ChatEncoder(ChunkEncoder):
         body, chunks = self._body, []
         first: dict[str, Any] = {}
         if body.return_token_ids:
-            first["prompt_token_ids"] = self._job.prompts[0].token_ids
+            first["prompt_token_ids"] = self._call.prompts[0].token_ids
         if body.return_prompt_text:
-            first["prompt_text"] = self._job.prompts[0].text
+            first["prompt_text"] = self._call.prompts[0].text
         for index in range(len(self._heads)):
             delta = {"role": self._chat.role, "content": ""}
             chunks.append(self._encode_event([_choice(index, delta)], index, **first))
@@ -135,7 +133,14 @@ class ChatEncoder(ChunkEncoder):
         return event(self._frame | {"choices": choices} | extra)
 
     def _final_usage(self) -> dict[str, Any]:
-        return self._build_usage(self._num_prompt, sum(self._num_output))
+        usage = super()._final_usage()
+        media = self._call.prompts[0].media
+        if media is not None and "prompt_tokens_details" in usage:
+            usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()
+        if self._counts_reasoning:
+            num_reasoning = sum(parser.num_reasoning for parser in self._parsers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
     def _set_cached(self, output: RequestOutput) -> None:
         self._num_cached, self._num_created = output.num_cached_tokens, output.num_cache_creation_tokens
@@ -146,17 +151,15 @@ class ChatEncoder(ChunkEncoder):
         (output,) = outputs
         self._set_cached(output)
         self._stats = output.metrics
-        body, ids = self._body, output.prompt_token_ids or []
-        num_output = sum(len(choice.token_ids) for choice in output.outputs)
-        choices = [self._build_choice(choice) for choice in output.outputs]
+        body = self._body
+        for choice in output.outputs:
+            self._num_output[choice.index] += len(choice.token_ids)
         return self._build_reply(
             "chat.completion",
-            choices,
-            self._build_usage(len(ids), num_output),
-            output.metrics,
-            output.kv_transfer_params,
+            [self._build_choice(choice) for choice in output.outputs],
+            output,
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
-            prompt_token_ids=list(ids) if body.return_token_ids else None,
+            prompt_token_ids=list(output.prompt_token_ids or ()) if body.return_token_ids else None,
             prompt_text=output.prompt if body.return_prompt_text else None,
         )
 
@@ -173,27 +176,10 @@ class ChatEncoder(ChunkEncoder):
         }
 
     def _finish_reason(self, output: CompletionOutput, *, calls: bool) -> str:
-        """Return the finish reason, which is `stop`, not `tool_calls`, if the request named the tool."""
+        """Return the finish reason. If a tool was called it is `tool_calls`, but `stop` if the request named
+        the tool to call, as in OpenAI's API."""
         reason = output.finish_reason or "stop"
         return "tool_calls" if calls and reason == "stop" and self._chat.tools.calls != NAMED else reason
-
-    def _build_usage(self, num_prompt: int, num_output: int) -> dict[str, Any]:
-        usage = self._api.usage(
-            num_prompt,
-            num_output,
-            self._num_cached,
-            self._job.timeline,
-            stats=self._stats,
-            num_created=self._num_created,
-            hints=self._job.hints,
-        )
-        media = self._job.prompts[0].media
-        if media is not None and "prompt_tokens_details" in usage:
-            usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()
-        if self._counts_reasoning:
-            num_reasoning = sum(parser.num_reasoning for parser in self._parsers)
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-        return usage
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         body = self._body

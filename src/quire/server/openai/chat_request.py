@@ -122,7 +122,8 @@ def _answer_format(
     *,
     unconstrained: bool,
 ) -> AnswerFormat:
-    """Return how to parse the output. `variables` are those of the chat template."""
+    """Return how to parse the output. `variables`: the variables of the chat template. `unconstrained`:
+    whether the output has no structured output constraint."""
     text = prompt.text
     if text is None:
         text = tokenizer.decode(prompt.token_ids[-_NUM_DECODED_TOKENS:], skip_special_tokens=False)

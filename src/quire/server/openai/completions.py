@@ -31,8 +31,8 @@ _DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Create completions of one or more prompts, as one response or as a stream of events."""
-    job = await begin_completion(api, body, request)
-    return await api.answer(job, CompletionEncoder(api, body, job), request, stream=bool(body.stream))
+    call = await begin_completion(api, body, request)
+    return await api.answer(call, CompletionEncoder(api, body, call), request, stream=bool(body.stream))
 
 
 async def begin_completion(api: GenerationService, body: CompletionBody, request: Request) -> ApiCall:
@@ -116,11 +116,11 @@ def _add_logprobs(
 class CompletionEncoder(ChunkEncoder):
     """Encoder of completions. A text-only chunk is a constant head, the quoted text and a constant tail."""
 
-    def __init__(self, api: GenerationService, body: CompletionBody, job: ApiCall) -> None:
+    def __init__(self, api: GenerationService, body: CompletionBody, call: ApiCall) -> None:
         self._body, self._num_per_prompt = body, body.n or 1
-        options, num_choices = body.stream_options, self._num_per_prompt * len(job.prompts)
-        super().__init__(api, job, object=_OBJECT, options=options, num_choices=num_choices)
-        self._prompt_indices = {id: prompt_index for prompt_index, id in enumerate(job.engine_ids())}
+        options, num_choices = body.stream_options, self._num_per_prompt * len(call.prompts)
+        super().__init__(api, call, object=_OBJECT, options=options, num_choices=num_choices)
+        self._prompt_indices = {id: prompt_index for prompt_index, id in enumerate(call.engine_ids())}
         self._num_top = -1 if body.logprob_token_ids is not None else body.logprobs
         """Number of top logprobs per position; -1: all that the engine returned; None: no logprobs."""
         self._is_text_only = self._num_top is None and not (
@@ -128,8 +128,8 @@ class CompletionEncoder(ChunkEncoder):
         )
         lead = chunk_head(self._frame)
         self._heads = [lead + b'{"index":%d,"text":' % index for index in range(num_choices)]
-        self._num_cached = [0] * len(job.prompts)
-        self._prompt_logprobs: list[PromptLogprobs | None] = [None] * len(job.prompts)
+        self._cached_by_prompt = [0] * len(call.prompts)
+        self._prompt_logprobs: list[PromptLogprobs | None] = [None] * len(call.prompts)
         """Prompt logprobs, which arrive with the first output of each prompt and apply to all of its
         choices."""
         self._is_first = [True] * num_choices
@@ -139,7 +139,7 @@ class CompletionEncoder(ChunkEncoder):
 
     def encode(self, output: RequestOutput) -> bytes:
         prompt_index = self._prompt_indices[output.request_id] if len(self._prompt_indices) > 1 else 0
-        self._num_cached[prompt_index], self._stats = output.num_cached_tokens or 0, output.metrics
+        self._cached_by_prompt[prompt_index], self._stats = output.num_cached_tokens or 0, output.metrics
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
         chunks = []
@@ -164,7 +164,7 @@ class CompletionEncoder(ChunkEncoder):
 
     def _encode_full(self, output: CompletionOutput, prompt_index: int, is_first: bool) -> bytes:
         api, body, index = self._api, self._body, prompt_index * self._num_per_prompt + output.index
-        prompt = self._job.prompts[prompt_index]
+        prompt = self._call.prompts[prompt_index]
         echo = _echo(api, body, prompt) if is_first else _NO_ECHO
         logprobs = None
         if self._num_top is not None:
@@ -190,24 +190,22 @@ class CompletionEncoder(ChunkEncoder):
         return event(chunk)
 
     def _final_usage(self) -> dict[str, Any]:
-        num_output, num_cached = sum(self._num_output), sum(self._num_cached)
-        timeline, hints, stats = self._job.timeline, self._job.hints, self._stats
-        return self._api.usage(self._num_prompt, num_output, num_cached, timeline, stats=stats, hints=hints)
+        self._num_cached = sum(self._cached_by_prompt)
+        return super()._final_usage()
 
     # ---- a whole answer
 
     def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        body, choices, num_output, num_cached = self._body, [], 0, 0
+        body, choices = self._body, []
         for prompt_index, output in enumerate(outputs):
-            echo = _echo(self._api, body, self._job.prompts[prompt_index])
+            echo = _echo(self._api, body, self._call.prompts[prompt_index])
             for choice in output.outputs:
                 index = prompt_index * self._num_per_prompt + choice.index
                 choices.append(self._build_choice(output, choice, echo) | {"index": index})
-                num_output += len(_tokens_of(body, choice))
-            num_cached += output.num_cached_tokens or 0
-        stats, hints = outputs[0].metrics, self._job.hints
-        usage = self._api.usage(self._num_prompt, num_output, num_cached, stats=stats, hints=hints)
-        return self._build_reply(_OBJECT, choices, usage, stats, outputs[0].kv_transfer_params)
+                self._num_output[index] += len(_tokens_of(body, choice))
+            self._cached_by_prompt[prompt_index] = output.num_cached_tokens or 0
+        self._stats = outputs[0].metrics
+        return self._build_reply(_OBJECT, choices, outputs[0])
 
     def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
         api, body, logprobs = self._api, self._body, None

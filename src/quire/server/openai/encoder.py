@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.data.outputs import CompletionOutput, RequestStateStats
+from quire.data.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.requests import StreamOptions
 from quire.server.openai.service import ApiCall, GenerationService
@@ -18,21 +18,23 @@ class ChunkEncoder(AnswerEncoder):
     def __init__(
         self,
         api: GenerationService,
-        job: ApiCall,
+        call: ApiCall,
         *,
         object: str,
         options: StreamOptions | None,
         num_choices: int,
     ) -> None:
-        self._api, self._job, self._num_choices = api, job, num_choices
+        self._api, self._call, self._num_choices = api, call, num_choices
         forced = api.settings.api.enable_force_include_usage
         include_usage = bool(options and options.include_usage)
-        self._usage = forced or include_usage or job.timeline is not None
+        self._usage = forced or include_usage or call.timeline is not None
         self._usage_in_every_chunk = forced or (
             include_usage and bool(options and options.continuous_usage_stats)
         )
-        self._frame, self._num_prompt = job.frame(object), job.num_prompt_tokens
+        self._frame, self._num_prompt = call.frame(object), call.num_prompt_tokens
         self._num_output = [0] * num_choices
+        self._num_cached: int | None = None
+        self._num_created: int | None = None
         self._stats: RequestStateStats | None = None
 
     def finish(self) -> bytes:
@@ -45,28 +47,34 @@ class ChunkEncoder(AnswerEncoder):
         return fields if metrics is None else fields | {"metrics": metrics}
 
     def _final_usage(self) -> dict[str, Any]:
-        """Return the usage of the whole stream."""
-        raise NotImplementedError
+        """Return the usage of a whole stream or response."""
+        return self._api.usage(
+            self._num_prompt,
+            sum(self._num_output),
+            self._num_cached,
+            self._call.timeline,
+            stats=self._stats,
+            num_created=self._num_created,
+            hints=self._call.hints,
+        )
 
     def _build_reply(
         self,
         object: str,
         choices: list[dict[str, Any]],
-        usage: dict[str, Any],
-        stats: RequestStateStats | None,
-        transfer: dict[str, Any] | None,
+        output: RequestOutput,
         **more: Any,
     ) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
+        """Return the body of a response that is not streamed. `output`: the output of the first prompt."""
         return {
-            **self._job.frame(object),
+            **self._call.frame(object),
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": self._api.fingerprint,
-            "usage": usage,
+            "usage": self._final_usage(),
             **more,
-            "kv_transfer_params": transfer,
-            "metrics": self._api.metrics(stats, len(choices)),
+            "kv_transfer_params": output.kv_transfer_params,
+            "metrics": self._api.metrics(output.metrics, len(choices)),
         }
 
 

@@ -25,8 +25,8 @@ class TokenFormatter:
         return f"token_id:{token_id}" if self.as_ids else entry.decoded_token or ""
 
     def bytes(self, token_id: int, entry: Logprob) -> list[int]:
-        """Return the bytes of a token. The token's text may have a replacement character in place of the
-        bytes of a partial character."""
+        """Return the bytes of a token, from the vocabulary if possible: in the token's text, a replacement
+        character may stand for the bytes of a partial character."""
         spelled = self.tokenizer and self.tokenizer.token_bytes
         if spelled:
             return list(spelled[token_id])
@@ -59,7 +59,8 @@ def _entry(token_id: int, entry: Logprob, token_formatter: TokenFormatter) -> di
 
 @dataclass(slots=True)
 class LogprobColumns:
-    """The four columns of a completion's logprobs; text offsets continue from chunk to chunk."""
+    """Logprobs in the format of completions, with one list for each of four fields. The text offsets continue
+    from chunk to chunk of a stream."""
 
     num_top: int
     token_formatter: TokenFormatter

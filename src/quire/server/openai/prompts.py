@@ -41,7 +41,7 @@ milliseconds: tokenization of 8,000 characters takes about 5 ms."""
 _PROMPT_CHARS = 32
 """Characters that are added to the size of each prompt of a call, for the fixed cost of a prompt."""
 _VALUE_CHARS = 16
-"""Characters that a value other than a text counts as: handling the value takes as long."""
+"""Number of characters that a value other than a text counts as, since it takes as long to handle."""
 _EMBEDS = "_embeds"
 """Suffix of the types of content parts that are embeddings."""
 _END = object()
@@ -146,7 +146,8 @@ class PromptReader:
         add_special_tokens: bool = True,
         wait: Wait | None = None,
     ) -> list[Prompt]:
-        """Return the prompts of a pooling model. Errors mention the name of the input."""
+        """Return the prompts of a pooling model. `named_inputs` are pairs of an input's name, which errors
+        mention, and the input."""
         with_parts = [(name, value) for name, value in named_inputs if isinstance(value, ScoreInputs)]
         if any(value.items for _, value in with_parts):
             work = self._prepare(with_parts, body)
@@ -165,7 +166,8 @@ class PromptReader:
         return await off_loop(size, read)
 
     async def _prepare(self, named_inputs: Sequence[tuple[str, ScoreInputs]], body: Any) -> None:
-        """Process the media of the inputs; a side that several inputs share is processed once."""
+        """Process the media of the inputs. A query or document that is part of several inputs is processed
+        once."""
         for name, value in named_inputs:
             with _naming_input(name):
                 self._inputs.media.check(value.items)
@@ -248,8 +250,8 @@ class PromptReader:
         return self._truncate(prompt, body, 0)
 
     def _prompt_of_parts(self, value: ScoreInputs, inputs: InputProcessor) -> Prompt:
-        """Return the prompt of content parts. A message uses the chat template, a pair only the template of
-        the server, and a single side of a score no template."""
+        """Return the prompt of content parts. A message is formatted with the chat template, a pair of query
+        and document only with --chat-template, a query or document alone with no template."""
         if not value.is_chat:
             return sides_prompt(inputs, value.sides, self._template if len(value.sides) > 1 else None)
         return sides_prompt(
@@ -282,7 +284,8 @@ class PromptReader:
         return body.truncation_side or ("left" if self._inputs.pooling is None else "right")
 
     def _truncated_len(self, body: EngineBody, num_output: int) -> int | None:
-        """Return the length to truncate the prompt to, or None."""
+        """Return the number of tokens to truncate the prompt to, with room for `num_output` tokens; None if
+        the request does not truncate it."""
         size, limit = body.truncate_prompt_tokens, self._inputs.max_model_len
         if size is not None and size > limit:
             raise RequestError(
@@ -326,7 +329,7 @@ def _naming_input(name: str) -> Iterator[None]:
 
 
 def _embeds_of(body: CompletionBody) -> list[dict[str, str]]:
-    """Return the prompts of a body that are embeddings."""
+    """Return the prompts of a body that are given as embeddings."""
     if not body.prompt_embeds:
         return []
     for name, message in _EMBEDS_CONFLICTS.items():
@@ -366,8 +369,8 @@ def _fields(messages: Sequence[Message]) -> Iterator[Any]:
 
 
 def _part_size(text: str) -> int:
-    """Return the size of a text in the search for media, which reads only the types of content parts.
-    Embeddings count as long, since they are decoded."""
+    """Return the cost of a text, in characters, when messages are searched for media: only the types of
+    content parts are read. The type of an embedding costs `_LONG`, since embeddings are decoded."""
     return _LONG if text.endswith(_EMBEDS) else _VALUE_CHARS
 
 

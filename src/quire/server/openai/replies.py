@@ -50,7 +50,7 @@ class ReasoningTokens(BaseModel):
 
 
 class CacheMissReply(BaseModel):
-    """Reason for which no more of a prompt was in the prefix cache."""
+    """Reason why the prompt was not in the prefix cache from a token on."""
 
     reason: str = Field(json_schema_extra={"enum": [*MISS_REASONS]})
     from_token: int = doc("Prompt token from which on the reason holds.", 0)

@@ -27,15 +27,15 @@ def doc(text: str, default: Any = None, **rules: Any) -> Any:
 Int = Annotated[int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list that reports only its first invalid item, since an error takes hundreds of times the item's
-bytes."""
+"""A list for which only the first invalid item is reported, since an error takes hundreds of times the
+item's memory."""
 Some = Annotated[Many[T], Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
 Biases = Annotated[
     dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})
 ]
-"""Logit biases, which SamplingParams checks up to the first invalid one."""
-Unbuilt = JsonValue
+"""Logit biases by token id. SamplingParams checks them, and stops at the first invalid one."""
+Unsupported = JsonValue
 """Type of the field of an unsupported feature: any value but null is answered with 400."""
 
 

@@ -47,7 +47,7 @@ _GUIDED = {
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
-"""Older field names, with the key of `structured_outputs` that replaced them."""
+"""Older names of fields, each with the key of `structured_outputs` that replaced it."""
 _HANDLED = frozenset({*UNSUPPORTED["body field"], *_GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
 """Fields that the body models do not declare, but that have an effect, an error or a warning of their own."""
 
@@ -142,7 +142,8 @@ def check_template(chat_template: str | None, trusted: bool) -> None:
 
 
 def constraint_of(body: GenerateBody) -> dict[str, Any] | None:
-    """Return the constraint of a request in the form of SamplingParams; raise if it has several."""
+    """Return the structured output constraint of a request in the format of SamplingParams, or None. Raise
+    RequestError if the request has several."""
     extra = body.model_extra or {}
     guided = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
     forms = {

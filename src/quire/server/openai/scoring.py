@@ -80,13 +80,13 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     size = sum(map(len, body.items)) + len(body.items) * len(body.query)
     prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
-    job = api.job("generative-scoring", body, request, prompts, [params] * len(prompts))
-    outputs = await api.until_disconnect(request, api.final_outputs(job))
-    return json_response(_reply(api, body, job, outputs))
+    call = api.job("generative-scoring", body, request, prompts, [params] * len(prompts))
+    outputs = await api.until_disconnect(request, api.final_outputs(call))
+    return json_response(_reply(api, body, call, outputs))
 
 
 def _prompts(inputs: InputProcessor, body: ScoringBody) -> list[Prompt]:
-    """Return the prompts of query and item, truncated at the end to leave room for one token."""
+    """Return one prompt of query and item for each item, truncated at the end to leave room for one token."""
     query = _ids(inputs, body.query, "query", add_special_tokens=body.add_special_tokens)
     prompts = []
     for item in body.items:
@@ -107,14 +107,14 @@ def _ids(
 
 
 def _reply(
-    api: GenerationService, body: ScoringBody, job: ApiCall, outputs: list[RequestOutput]
+    api: GenerationService, body: ScoringBody, call: ApiCall, outputs: list[RequestOutput]
 ) -> dict[str, object]:
     data = [
         {"index": index, "object": "score", "score": _score(body, output)}
         for index, output in enumerate(outputs)
     ]
     num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return job.frame("list") | {"data": data, "usage": api.usage(job.num_prompt_tokens, num_output)}
+    return call.frame("list") | {"data": data, "usage": api.usage(call.num_prompt_tokens, num_output)}
 
 
 def _score(body: ScoringBody, output: RequestOutput) -> float:

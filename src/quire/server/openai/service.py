@@ -29,7 +29,7 @@ from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.api_keys import KeyAccount
 from quire.server.http.errors import NotFound, json_response
-from quire.server.http.in_flight import LongBodyLimit, RunningRequests
+from quire.server.http.in_flight import LONG_BYTES, MAX_LONG_BODIES, RunningRequests, num_body_bytes
 from quire.server.http.limits import account_of
 from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
@@ -49,7 +49,7 @@ from quire.server.openai.streams import (
     final_output,
     gather_all,
 )
-from quire.server.openai.timeline import TIMELINE_HEADER, JobTimeline, request_metrics
+from quire.server.openai.timeline import TIMELINE_HEADER, CallTimeline, request_metrics
 from quire.server.settings import ServerSettings, parsers_of
 from quire.text.tokenizer import Tokenizer
 
@@ -62,11 +62,11 @@ Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Respo
 _MAX_LISTED = 10
 """Maximum served names in the error for an unknown model."""
 _MAX_ID = 256
-"""Maximum characters of a client's request id, which every sequence copies."""
+"""Maximum characters of a client's request id, of which every sequence of the request has a copy."""
 _COMPILE_S = 5.0
 """Maximum seconds to compile the grammar of a call."""
 _CHOICE_SIZE, _LOGPROB_SIZE = 32, 4
-"""Sizes of a choice and of a logprob, see `answer_size`."""
+"""Cost of encoding a choice, and of one logprob, in the unit of `answer_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class ApiCall:
     model: str
     priority: int
     rank: int | None
-    """Rank of the engine core that must run the call; None: any engine core."""
+    """Data-parallel rank of the engine core that must run the call; None: any engine core."""
     prompts: list[Prompt]
     params: list[Params]
-    timeline: JobTimeline | None = None
+    timeline: CallTimeline | None = None
     """Timings of the call; None if the client did not request them."""
     account: KeyAccount | None = None
     """Account of the call's API key; None without a named key."""
@@ -102,7 +102,8 @@ class ApiCall:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     def frame(self, object: str) -> dict[str, Any]:
-        """Return the first fields of a response of this kind."""
+        """Return the first fields of a response, or of a chunk of it. `object`: its type, such as
+        `chat.completion`."""
         return {"id": self.id, "object": object, "created": self.created, "model": self.model}
 
     def engine_ids(self) -> list[str]:
@@ -125,7 +126,7 @@ class GenerationService:
         if (tokenizer := engine.inputs.tokenizer) is not None and engine.inputs.pooling is None:
             self.parsers.detect(tokenizer.chat_template, engine.facts.chat_template)
         self.running_requests = RunningRequests()
-        self.long_bodies = LongBodyLimit()
+        self.long_bodies = asyncio.Semaphore(MAX_LONG_BODIES)
         self._lock = asyncio.Lock()
         """Lock for the pauses of large calls: one of these calls at a time resumes on the event loop."""
         facts = engine.facts
@@ -174,8 +175,8 @@ class GenerationService:
         prompts: list[Prompt],
         params: Sequence[Params],
     ) -> ApiCall:
-        """Build the call of a request, charge the prompt tokens to the request's key, and log the prompts if
-        this is enabled."""
+        """Return the engine call of an HTTP request. Charge the prompt tokens to the request's API key, and
+        log the prompts if this is enabled."""
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
@@ -183,7 +184,7 @@ class GenerationService:
         hints = cache_hints(body, request.headers)
         for prompt in prompts:
             prompt.hints = hints
-        job = ApiCall(
+        call = ApiCall(
             id=f"{id_prefix}-{base}",
             created=int(time.time()),
             model=name,
@@ -191,17 +192,17 @@ class GenerationService:
             rank=_header_int(request, "x-data-parallel-rank"),
             prompts=prompts,
             params=list(params),
-            timeline=JobTimeline.of(request, self.engine.inputs.tokenizer),
+            timeline=CallTimeline.of(request, self.engine.inputs.tokenizer),
             account=account_of(request.scope),
             lora=lora,
         )
-        if job.account is not None:
-            job.account.add_prompt(job.num_prompt_tokens)
+        if call.account is not None:
+            call.account.add_prompt(call.num_prompt_tokens)
         if self.settings.log.enable_log_requests:
             for prompt in prompts:
                 shown = self._shorten(prompt.text)
-                logger.info("Received request %s: params: %s, prompt: %r", job.id, params[0], shown)
-        return job
+                logger.info("Received request %s: params: %s, prompt: %r", call.id, params[0], shown)
+        return call
 
     def _resolve_model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
         """Return the model name for the response, and the adapter (None: the base model). Raise NotFound if
@@ -242,7 +243,7 @@ class GenerationService:
 
     async def answer(
         self,
-        job: ApiCall,
+        call: ApiCall,
         encoder: AnswerEncoder,
         request: Request,
         *,
@@ -251,16 +252,17 @@ class GenerationService:
         in_order: bool = False,
         before_encoding: Callable[[list[RequestOutput]], Coroutine[Any, Any, None]] | None = None,
     ) -> Response:
-        """Run the call and return its response from the encoder. `in_order` streams prompt by prompt.
-        `before_encoding` is awaited before a response that is not streamed is encoded."""
-        timeline = job.timeline
+        """Run the call and return its response from the encoder. `in_order`: a stream has all outputs of a
+        prompt before those of the next prompt. `before_encoding` is called with the final outputs of a
+        response that is not streamed, and awaited before they are encoded."""
+        timeline = call.timeline
         if stream:
-            outputs = await self.streamed(job, in_order=in_order)
+            outputs = await self.streamed(call, in_order=in_order)
             on_output = None if timeline is None else timeline.add_output
             return EventStream(
                 outputs, encoder=encoder, running_requests=self.running_requests, on_output=on_output
             )
-        finals = await self.until_disconnect(request, self.final_outputs(job))
+        finals = await self.until_disconnect(request, self.final_outputs(call))
         if before_encoding is not None:
             await self.until_disconnect(request, before_encoding(finals))
         if timeline is None:
@@ -279,17 +281,17 @@ class GenerationService:
     def pauses(self) -> Pauses:
         return Pauses(lock=self._lock)
 
-    async def streamed(self, job: ApiCall, *, in_order: bool = False) -> Outputs:
+    async def streamed(self, call: ApiCall, *, in_order: bool = False) -> Outputs:
         """Start the requests and return their outputs as they arrive. With several prompts, the ids are
-        `job.engine_ids()`. With `in_order`, all outputs of a prompt precede those of the next prompt."""
+        `call.engine_ids()`. With `in_order`, all outputs of a prompt precede those of the next prompt."""
         streams: list[Outputs] = []
         pause = self.pauses()
-        checker = ParamsChecker(self.engine.inputs, job.lora)
+        checker = ParamsChecker(self.engine.inputs, call.lora)
         try:
-            for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
+            for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
-                checked, timed = await checker.of(params), job.timeline is not None
-                streams.append(self.engine.generate(prompt, checked, id, timed=timed, **job.routing))
+                checked, timed = await checker.of(params), call.timeline is not None
+                streams.append(self.engine.generate(prompt, checked, id, timed=timed, **call.routing))
                 await pause.if_due()
         except BaseException:
             for item in streams:
@@ -299,29 +301,29 @@ class GenerationService:
         if in_order:
             outputs = OrderedOutputs(streams)
         elif len(streams) > 1:
-            outputs = MergedOutputs(dict(zip(job.engine_ids(), streams, strict=True)), pause)
+            outputs = MergedOutputs(dict(zip(call.engine_ids(), streams, strict=True)), pause)
         if self.settings.log.enable_log_outputs:
-            outputs = LoggedOutputs(outputs, job.id, self._shorten)
+            outputs = LoggedOutputs(outputs, call.id, self._shorten)
         return outputs
 
-    async def final_outputs(self, job: ApiCall) -> list[RequestOutput]:
+    async def final_outputs(self, call: ApiCall) -> list[RequestOutput]:
         """Run the call and return the final outputs, in the order of the prompts."""
-        if isinstance(job.params[0], BeamSearchParams):
+        if isinstance(call.params[0], BeamSearchParams):
             pauses = self.pauses()
             coroutines = [
-                beam_search(self.engine, prompt, params, id, pauses=pauses, routing=job.routing)
-                for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
+                beam_search(self.engine, prompt, params, id, pauses=pauses, routing=call.routing)
+                for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
             ]
             return await gather_all(coroutines)
-        outputs = await self.streamed(job)
-        if len(job.prompts) == 1:
+        outputs = await self.streamed(call)
+        if len(call.prompts) == 1:
             return [await final_output(outputs)]
         last = await collect_final_outputs(outputs)
-        return [last[id] for id in job.engine_ids()]
+        return [last[id] for id in call.engine_ids()]
 
     def reports_cache(self, hints: CacheHints | None) -> bool:
-        """Whether the usage of a request with these hints reports its cached tokens."""
+        """Whether the usage in a response reports the cached tokens, for a request with these cache hints."""
         return self.settings.api.enable_prompt_tokens_details or hints is not None
 
     def usage(
@@ -329,14 +331,15 @@ class GenerationService:
         num_prompt: int,
         num_output: int,
         num_cached: int | None = None,
-        timeline: JobTimeline | None = None,
+        timeline: CallTimeline | None = None,
         *,
         stats: RequestStateStats | None = None,
         num_created: int | None = None,
         hints: CacheHints | None = None,
     ) -> dict[str, Any]:
-        """Return the usage. Cached tokens are reported with --enable-prompt-tokens-details, or if the request
-        has cache hints."""
+        """Return the usage in OpenAI's format. `num_created` counts the prompt tokens that were added to the
+        prefix cache. Cached tokens are reported with --enable-prompt-tokens-details, or if the request has
+        cache hints."""
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
@@ -380,7 +383,7 @@ class ParamsChecker:
         self._grammar: StructuredOutputsParams | None = None
 
     async def of(self, params: SamplingParams) -> CheckedParams:
-        """Return the checked params. Prompts that share params share the result."""
+        """Check sampling parameters. Prompts that share one params object share the result."""
         if id(params) not in self._checked:
             check = functools.partial(self._check, params)
             is_long = params.structured_outputs is not None
@@ -412,11 +415,13 @@ def _positions_size(positions: PromptLogprobs | SampleLogprobs | None) -> int:
 
 
 def limit_long_bodies(answer: Answer) -> Answer:
-    """Let a handler wait while too many requests with long bodies are processed (decorator)."""
+    """Let a handler wait while `MAX_LONG_BODIES` requests with long bodies are processed (decorator)."""
 
     @functools.wraps(answer)
     async def limited(api: GenerationService, body: Any, request: Request) -> Response:
-        async with api.long_bodies.slot(request):
+        if num_body_bytes(request) < LONG_BYTES:
+            return await answer(api, body, request)
+        async with api.long_bodies:
             return await answer(api, body, request)
 
     return limited

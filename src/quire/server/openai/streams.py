@@ -57,7 +57,7 @@ async def collect_final_outputs(outputs: Outputs) -> dict[str, RequestOutput]:
 
 
 class LoggedOutputs:
-    """Outputs whose texts are logged when the stream is closed."""
+    """Outputs whose texts, shortened by `cut`, are logged when the stream is closed."""
 
     def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
         self._outputs, self._name, self._cut = outputs, name, cut
@@ -111,7 +111,7 @@ class MergedOutputs:
     async def forward(
         self, reader: Callable[[RequestOutput], None], text_reader: Callable[[str, int], None] | None = None
     ) -> None:
-        """Pass all outputs of all requests to `reader` as soon as they arrive."""
+        """Pass all outputs of all requests to `reader` as soon as they arrive, never to `text_reader`."""
         futures: list[asyncio.Future[None]] = []
         try:
             for id, outputs in self._streams.items():
@@ -168,7 +168,8 @@ async def _next(outputs: Outputs) -> RequestOutput:
 
 
 def _push(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> asyncio.Future[None]:
-    """Begin to pass outputs with the request id `id` to `reader`; the future is done after the last."""
+    """Start passing `outputs`, with `id` as their request id, to `reader`. The returned future is done after
+    the last output."""
 
     def forward_named(output: RequestOutput) -> None:
         output.request_id = id
@@ -199,7 +200,8 @@ async def beam_search(
     pauses: Pauses,
     routing: Mapping[str, Any],
 ) -> RequestOutput:
-    """Search the best continuations of one prompt. All prompts of the call share `pauses` and `routing`."""
+    """Search the best continuations of one prompt. `routing`: keyword arguments of `engine.generate`. All
+    prompts of an API call share `pauses` and `routing`."""
     lora: LoRARequest | None = routing["lora"]
     eos_ids = engine.inputs.of(lora).eos_ids
     search = BeamSearch(
@@ -267,7 +269,8 @@ async def final_output(outputs: Outputs) -> RequestOutput:
 
 
 async def gather_all(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results. If one fails, cancel the others before its error is raised."""
+    """Run the coroutines concurrently and return their results. If one fails, cancel the others before its
+    error is raised."""
     if len(coroutines) == 1:
         return [await coroutines[0]]
     tasks = [asyncio.create_task(work) for work in coroutines]

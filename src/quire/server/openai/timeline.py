@@ -32,7 +32,7 @@ def _ms(begin: float, end: float) -> float | None:
     return 1e3 * (end - begin) if begin and end else None
 
 
-class JobTimeline:
+class CallTimeline:
     """Timings of a call, complete when all its prompts are finished."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
@@ -40,7 +40,7 @@ class JobTimeline:
         self._timelines: dict[str, RequestTimeline] = {}
 
     @classmethod
-    def of(cls, request: Request, tokenizer: Tokenizer | None) -> "JobTimeline | None":
+    def of(cls, request: Request, tokenizer: Tokenizer | None) -> "CallTimeline | None":
         """Return a timeline if the request has the header, else None."""
         return cls(tokenizer) if request.headers.get(TIMELINE_HEADER, "0").lower() in ("1", "true") else None
 
@@ -53,7 +53,8 @@ class JobTimeline:
             self._timelines[output.request_id] = timeline
 
     def _text_around(self, token_ids: Sequence[int], at: int) -> str | None:
-        """Return the text of this request around a token. The text of the earlier request is not shown."""
+        """Return the text around the token at index `at`, from which on the prompt differs from an earlier
+        prompt. The text of the earlier prompt is not shown."""
         if self._tokenizer is None:
             return None
         around = token_ids[max(at - TOKENS_BEFORE, 0) : at + TOKENS_AFTER]

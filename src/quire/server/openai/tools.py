@@ -17,7 +17,7 @@ _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalPropert
 """Parameter schema of a function without parameters."""
 _ANY: dict[str, Any] = {"type": "object"}
 _WHITE = " "
-"""Whitespace pattern of JSON: at most one space between parts, so that a call ends."""
+"""Whitespace pattern of JSON: at most one space between parts, so that models cannot write endless spaces."""
 _LITERAL = ("const", "enum", "default", "examples")
 """Keys of a schema that hold values, not schemas."""
 
@@ -78,7 +78,7 @@ class ToolUse:
 
 
 def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a constraint that consists of nothing else."""
+    """Return the JSON schema of a structured output constraint, or None if it has other parts."""
     match constraint:
         case {"json": dict(schema), **more} if not more:
             return schema
@@ -148,7 +148,8 @@ def _read_choice(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 
 
 def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Each tool's schema is a definition with adjusted references."""
+    """Return the JSON schema of a list of tool calls. `schemas`: the parameter schemas by tool name; each is
+    one of the `$defs`, and its own references are adjusted."""
     calls = [
         {
             "type": "object",

@@ -71,14 +71,14 @@ def add_operate_routes(app: FastAPI, api: GenerationService) -> None:
         _add_abort_route(app, api)
     if settings.dev_mode:
         logger.warning("Developer mode: routes that stop the engine and show its settings are enabled")
-        _add_rest_routes(app, api)
+        _add_pause_routes(app, api)
         _add_sleep_routes(app, api)
         _add_worker_routes(app, api)
         _add_cache_routes(app, api)
         add_weight_routes(app, api)
 
 
-def _add_rest_routes(app: FastAPI, api: GenerationService) -> None:
+def _add_pause_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/pause", **replies_of(StateReply, *_CODES))
     async def pause(
         mode: Mode = "abort", clear_cache: bool = True, wait_for_inflight_requests: bool = False

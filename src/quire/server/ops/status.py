@@ -1,5 +1,6 @@
 """Status routes: health, version, load and metrics."""
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,6 +17,15 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of Prometheus' text format."""
 
 
+def health_response(check: Callable[[], None]) -> Response:
+    """Return a response without a body, with status 200, or status 503 and the cause if `check` fails."""
+    try:
+        check()
+    except EngineError as error:
+        return error_response(error_info(str(error), 503, "ServiceUnavailableError"))
+    return Response(status_code=200)
+
+
 def add_status_routes(app: FastAPI, api: GenerationService) -> None:
     healthy: dict[str, Any] = {
         "responses": {
@@ -27,11 +37,7 @@ def add_status_routes(app: FastAPI, api: GenerationService) -> None:
 
     async def health() -> Response:
         """Whether the engine makes progress: 200 without a body, or 503 with the cause."""
-        try:
-            api.engine.check()
-        except EngineError as error:
-            return error_response(error_info(str(error), 503, "ServiceUnavailableError"))
-        return Response(status_code=200)
+        return health_response(api.engine.check)
 
     app.add_api_route("/health", health, methods=["GET"], **healthy)
     app.add_api_route("/ping", health, methods=["GET"], operation_id="ping", **healthy)

@@ -17,13 +17,13 @@ _CODES = (400, 500, 503)
 
 
 class InitTransferBody(BaseModel):
-    """Connection of the trainer, by backend."""
+    """Settings of the connection to the trainer; the fields depend on the transfer backend."""
 
     init_info: dict[str, Any]
 
 
 class UpdateWeightsBody(BaseModel):
-    """Tensors that the trainer sends, by backend."""
+    """Description of the tensors that the trainer sends; the fields depend on the transfer backend."""
 
     update_info: dict[str, Any]
 

@@ -92,7 +92,7 @@ class SnapshotFeed:
 
 
 def add_page(app: FastAPI, engine: AsyncEngine) -> SnapshotFeed:
-    """Add the page's routes; close the returned feed when the server begins to drain."""
+    """Add the page's routes; close the returned feed when the server begins to shut down."""
     feed = SnapshotFeed(engine)
 
     async def index(request: Request) -> Response:
@@ -114,7 +114,7 @@ def add_page(app: FastAPI, engine: AsyncEngine) -> SnapshotFeed:
 
 def respond(request: Request, asset: Asset) -> Response:
     headers = {**HEADERS, "ETag": asset.etag}
-    # "in": a proxy may have marked the tag as weak, and a browser may send several.
+    # The header may hold several tags, and a proxy may have marked the tag as weak.
     if asset.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(asset.content, media_type=asset.media_type, headers=headers)

@@ -72,7 +72,8 @@ export async function* events(response) {
   }
 }
 
-/** Listen without end; `onState` gets "live", "lost" or "locked". After "locked", await `unlocked()`. */
+/** Pass the events of `path` to `onEvent`, and reconnect without end. `onState` is called with "live", "lost" or
+ *  "locked"; "locked" means that an API key is needed, and the next attempt follows when `unlocked()` has settled. */
 export async function follow(path, { onEvent, onState, unlocked }) {
   let wait = RETRY_FIRST_MS;
   for (;;) {

@@ -48,9 +48,9 @@ export class Chat {
     }, { passive: true });
   }
 
-  /** Kinds of input that the model takes besides text. */
+  /** Kinds of input that the model accepts besides text. */
   set modalities(names) {
-    this.#images.sees = names.includes("image");
+    this.#images.enabled = names.includes("image");
   }
 
   stop() {
@@ -62,13 +62,13 @@ export class Chat {
     this.#begin(null);
     this.#messages = [];
     this.#refused = false;
-    this.#images.take();
+    this.#images.removeAll();
     this.#log.replaceChildren(this.#hello);
     this.showContext(0);
     this.#input.focus();
   }
 
-  /** Show how many tokens of the context the conversation takes. */
+  /** Show how many tokens of the context the conversation uses. */
   showContext(usedLen = this.#usedLen) {
     this.#usedLen = usedLen;
     const limit = this.maxLen ? ` of ${count(this.maxLen)}` : "";
@@ -84,7 +84,7 @@ export class Chat {
 
   #ask(text) {
     if (!(text || this.#images.size) || this.#running || !this.#controls.check()) return;
-    const urls = this.#images.take();
+    const urls = this.#images.removeAll();
     // With the refused question in the conversation, every further question would be refused, too.
     if (this.#refused) this.#messages.pop();
     this.#input.value = "";

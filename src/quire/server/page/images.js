@@ -1,11 +1,11 @@
-// Images for the next question: taken by button, drop and paste, and shown until they are sent or removed.
+// Images for the next question: added by button, drop or paste, and shown until they are sent or removed.
 
 import { element } from "./markdown.js";
 
 export class Images {
-  /** Settles when every image taken so far has been read. */
+  /** Settles when every image added so far has been read. */
   ready = Promise.resolve();
-  #sees = false;
+  #enabled = false;
   #urls = new Map(); // data URLs by thumbnail
   #list = document.getElementById("images");
   #note = document.getElementById("image-note");
@@ -16,7 +16,7 @@ export class Images {
   constructor(place, input) {
     this.#button.addEventListener("click", () => this.#picker.click());
     this.#picker.addEventListener("change", () => {
-      this.#takeAll([...this.#picker.files]);
+      this.#addAll([...this.#picker.files]);
       this.#picker.value = "";
     });
     input.addEventListener("paste", (event) => {
@@ -24,17 +24,17 @@ export class Images {
       // Office programs copy text together with a picture of the text.
       if (!files.length || types.includes("text/plain")) return;
       event.preventDefault();
-      this.#takeAll([...files]);
+      this.#addAll([...files]);
     });
     for (const name of ["dragenter", "dragover", "dragleave", "drop"]) {
       place.addEventListener(name, (event) => this.#dragged(event, place));
     }
   }
 
-  /** Whether the model takes images. */
-  set sees(sees) {
-    this.#sees = sees;
-    this.#button.hidden = !sees;
+  /** Whether the model accepts images. */
+  set enabled(enabled) {
+    this.#enabled = enabled;
+    this.#button.hidden = !enabled;
   }
 
   get size() {
@@ -42,7 +42,7 @@ export class Images {
   }
 
   /** Remove all images and return their data URLs. */
-  take() {
+  removeAll() {
     const urls = [...this.#urls.values()];
     this.#urls.clear();
     this.#list.replaceChildren();
@@ -57,13 +57,13 @@ export class Images {
     event.preventDefault();
     const leaves = event.type === "dragleave" && !place.contains(event.relatedTarget);
     if (event.type === "drop" || leaves) place.classList.remove("dropping");
-    else if (this.#sees) place.classList.add("dropping");
-    if (event.type === "drop") this.#takeAll([...event.dataTransfer.files]);
+    else if (this.#enabled) place.classList.add("dropping");
+    if (event.type === "drop") this.#addAll([...event.dataTransfer.files]);
   }
 
-  #takeAll(files) {
-    this.#tell(this.#sees ? "" : "This model takes no images.");
-    if (!this.#sees) return;
+  #addAll(files) {
+    this.#tell(this.#enabled ? "" : "This model takes no images.");
+    if (!this.#enabled) return;
     this.ready = Promise.all([this.ready, ...files.map((file) => this.#read(file))]);
   }
 

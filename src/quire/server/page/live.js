@@ -81,7 +81,7 @@ export class LiveView {
   }
 }
 
-/** The value at a dotted name; undefined if the engine has no value (yet). */
+/** The value at a dotted name, such as `ttft_ms.p50`; undefined if the engine has no value yet. */
 function valueAt(snapshot, name) {
   return name.split(".").reduce((found, key) => found?.[key], snapshot) ?? undefined;
 }

@@ -20,7 +20,7 @@ from quire.server.openai.requests import Body, CallBody, Int, Some, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import VectorOptions
-from quire.server.pooling.jobs import check_pooling, name_inputs, pack_values, pool
+from quire.server.pooling.calls import check_pooling, name_inputs, pack_values, pool
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 
@@ -121,7 +121,7 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
             "truncate to END or START to allow truncation.",
             param="max_tokens",
         )
-    job, outputs = await pool(
+    call, outputs = await pool(
         api, "embd", options, request, prompts, task="embed", dimensions=options.dimensions
     )
     vectors = np.stack([output.outputs.data for output in outputs]).astype(np.float32)
@@ -129,17 +129,18 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
     embeddings = await off_loop(
         vectors.size, lambda: {kind: _convert(kind, vectors) for kind in sorted(kinds)}
     )
-    reply: dict[str, Any] = {"id": job.id, "embeddings": embeddings}
+    reply: dict[str, Any] = {"id": call.id, "embeddings": embeddings}
     if body.texts is not None:
         reply["texts"] = body.texts
     num_image = sum(item.length for prompt in prompts if prompt.media for item in prompt.media.items)
-    units = {"input_tokens": job.num_prompt_tokens - num_image, "image_tokens": num_image}
+    units = {"input_tokens": call.num_prompt_tokens - num_image, "image_tokens": num_image}
     reply["meta"] = {"api_version": {"version": "2"}, "billed_units": units}
     return json_response(reply | {"response_type": "embeddings_by_type"})
 
 
 def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
-    """Return the name and the inputs of the field that is set. An image becomes an input of one part."""
+    """Return the name and the inputs of the only field of texts, inputs and images that is set. An image
+    becomes an input with one content part."""
     values = {"texts": body.texts, "inputs": body.inputs, "images": body.images}
     present = [(name, value) for name, value in values.items() if value is not None]
     if len(present) != 1:

@@ -30,8 +30,7 @@ from quire.server.pooling.bodies import (
     ScoreReply,
     Texts,
 )
-from quire.server.pooling.cohere import CohereReply, create_cohere_embeddings
-from quire.server.pooling.jobs import (
+from quire.server.pooling.calls import (
     Pooled,
     answer_vectors,
     check_pooling,
@@ -41,6 +40,7 @@ from quire.server.pooling.jobs import (
     pool_inputs,
     usage,
 )
+from quire.server.pooling.cohere import CohereReply, create_cohere_embeddings
 
 Text = str | ContentParts
 
@@ -61,25 +61,25 @@ async def create_embeddings(
     api: GenerationService, body: EmbeddingInput | EmbeddingChatBody, request: Request
 ) -> Response:
     """Compute an embedding for each input."""
-    job, outputs = await pool_inputs(api, "embd", body, request, task="embed", dimensions=body.dimensions)
-    return await answer_vectors(api, body, job, outputs, object="embedding", field="embedding")
+    call, outputs = await pool_inputs(api, "embd", body, request, task="embed", dimensions=body.dimensions)
+    return await answer_vectors(api, body, call, outputs, object="embedding", field="embedding")
 
 
 async def create_pooling(
     api: GenerationService, body: PoolingInputBody | PoolingChatRequest, request: Request
 ) -> Response:
     """Run the model's pooling task, or compute vectors or classes of every token."""
-    job, outputs = await pool_inputs(
+    call, outputs = await pool_inputs(
         api, "pooling", body, request, task=body.task, dimensions=body.dimensions
     )
-    return await answer_vectors(api, body, job, outputs, object="pooling", field="data")
+    return await answer_vectors(api, body, call, outputs, object="pooling", field="data")
 
 
 async def create_classes(
     api: GenerationService, body: InputBody | PoolingChatBody, request: Request
 ) -> Response:
     """Compute the class probabilities of each input."""
-    job, outputs = await pool_inputs(api, "classify", body, request, task="classify")
+    call, outputs = await pool_inputs(api, "classify", body, request, task="classify")
     pooling = api.engine.inputs.pooling
     names = dict(enumerate(pooling.labels if pooling else ()))
     data = [
@@ -91,24 +91,25 @@ async def create_classes(
         }
         for index, output in enumerate(outputs)
     ]
-    return json_response(list_reply(api, job, data, outputs))
+    return json_response(list_reply(api, call, data, outputs))
 
 
 async def create_score(api: GenerationService, body: ScoreBody, request: Request) -> Response:
     """Score the similarity of texts, one to one or one to many."""
     sides = {"text_1": _as_list(body.text_1), "text_2": _as_list(body.text_2)}
-    job, outputs = await _score(api, "score", body, request, sides)
+    call, outputs = await _score(api, "score", body, request, sides)
     data = [
         {"index": index, "object": "score", "score": output.outputs.data.item()}
         for index, output in enumerate(outputs)
     ]
-    return json_response(list_reply(api, job, data, outputs))
+    return json_response(list_reply(api, call, data, outputs))
 
 
 async def create_rerank(api: GenerationService, body: RerankBody, request: Request) -> Response:
     """Order documents by their relevance to a query."""
     documents = _as_list(body.documents)
-    job, outputs = await _score(api, "rerank", body, request, {"query": [body.query], "documents": documents})
+    sides = {"query": [body.query], "documents": documents}
+    call, outputs = await _score(api, "rerank", body, request, sides)
     results: list[dict[str, Any]] = [
         {
             "index": index,
@@ -123,7 +124,7 @@ async def create_rerank(api: GenerationService, body: RerankBody, request: Reque
     tokens = usage(api, outputs)
     del tokens["completion_tokens"]
     return json_response(
-        {"id": job.id, "model": job.model, "usage": tokens, "results": results[: body.top_n or None]}
+        {"id": call.id, "model": call.model, "usage": tokens, "results": results[: body.top_n or None]}
     )
 
 
@@ -159,10 +160,10 @@ async def _score(
         for name, value in side
     ]
     prompts = await api.reader.read_inputs(single_inputs, body, wait=wait)
-    job, embeddings = await pool(api, kind, body, request, prompts, task=embedding_task(pooling))
+    call, embeddings = await pool(api, kind, body, request, prompts, task=embedding_task(pooling))
     embedding_pairs = pairs(embeddings[: len(firsts)], embeddings[len(firsts) :])
     size = sum(embedding.outputs.data.size for embedding in embeddings)
-    return job, await off_loop(size, lambda: [similarity(*pair) for pair in embedding_pairs])
+    return call, await off_loop(size, lambda: [similarity(*pair) for pair in embedding_pairs])
 
 
 def _score_input(text: Text, role: str, name: str, salt: str | None) -> str | ScoreInput:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, JsonValue, WithJsonSchema
 
 from quire.server.openai.replies import TimelineReply, TokenLogprob
-from quire.server.openai.requests import Body, GenerateBody, Many, Unbuilt, doc
+from quire.server.openai.requests import Body, GenerateBody, Many, Unsupported, doc
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
@@ -91,10 +91,10 @@ class ResponseBody(GenerateBody):
     chat_template: str | None = doc("Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, JsonValue] | None = doc("Variables of the chat template.")
 
-    conversation: Unbuilt | None = doc("Not supported.")
-    prompt: Unbuilt | None = doc("Not supported.")
-    context_management: Unbuilt | None = doc("Not supported.")
-    moderation: Unbuilt | None = doc("Not supported.")
+    conversation: Unsupported | None = doc("Not supported.")
+    prompt: Unsupported | None = doc("Not supported.")
+    context_management: Unsupported | None = doc("Not supported.")
+    moderation: Unsupported | None = doc("Not supported.")
 
     @property
     def wants_logprobs(self) -> bool:

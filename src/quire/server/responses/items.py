@@ -34,8 +34,8 @@ def read_items(input: str | list[dict[str, Any]], find: FindItem) -> list[Item]:
 
 
 class _ItemFinder:
-    """Finds the stored items that one request references. A reference is a few bytes but its item may be
-    megabytes, so the number of references to one item is limited."""
+    """Finds the stored items that one request references by id. The number of references to one item is
+    limited, since a few bytes of reference may add megabytes to the prompt."""
 
     def __init__(self, find: FindItem) -> None:
         self._find = find

@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How items of one type are written."""
+    """Names in the items of one type and in their stream events."""
 
     prefix: str
     """Prefix of the item ids."""

@@ -129,7 +129,8 @@ class StoreFull(TooMany):
 
 
 class StoredTurn:
-    """Items that were received or generated together. Later responses of the conversation share the turn."""
+    """Items that were received or generated together. Later responses of the conversation refer to the same
+    object."""
 
     def __init__(self, items: list[Item], owner: int = 0) -> None:
         """Create a turn that only the tenant `owner` may read."""
@@ -152,7 +153,7 @@ class StoredResponse:
     num_bytes: int = 0
     """Size in bytes of the response and its events, without its turns."""
     counted_turns: tuple[StoredTurn, ...] = ()
-    """Turns that the store counts for this response."""
+    """Turns that the store has counted for this response, and releases when the response is dropped."""
 
     @property
     def turns(self) -> tuple[StoredTurn, ...]:
@@ -203,7 +204,8 @@ class ResponseStore:
         return next(iter([*self._items.get((owner, id), {}).values()]), None)
 
     def put(self, stored: StoredResponse) -> None:
-        """Store or update a response. The oldest responses that have ended are dropped above the limits."""
+        """Store or update a response. If the store then exceeds a limit, drop the oldest responses that have
+        ended."""
         id = stored.response["id"]
         num_bytes = len(msgspec.json.encode(stored.response)) + (stored.run.num_bytes if stored.run else 0)
         self.drop(id)
@@ -263,7 +265,8 @@ class ResponseStore:
                 self._items.pop(key, None)
 
     def expire(self) -> None:
-        """Drop the responses that are too old, and the oldest ones above the limits, except running ones."""
+        """Drop the responses that are too old and, while the store exceeds a limit, the oldest ones. Running
+        responses are not dropped."""
         limits, now = self.limits, self.now()
         for id, stored in list(self._responses.items()):
             is_expired = now - stored.stored_at > limits.ttl_s

@@ -60,8 +60,8 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
     params = await off_loop(
         num_chars(body.sampling_params), lambda: _params(api, body, len(prompts[0].token_ids))
     )
-    job = api.job("generate-tokens", body, request, prompts, [params])
-    return await api.answer(job, TokensEncoder(api, body, job), request, stream=bool(body.stream))
+    call = api.job("generate-tokens", body, request, prompts, [params])
+    return await api.answer(call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
 
 
 def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> SamplingParams:
@@ -95,10 +95,10 @@ def _read_reasoning(value: Any) -> ReasoningIds:
 class TokensEncoder(AnswerEncoder):
     """Encodes outputs as token ids."""
 
-    def __init__(self, api: GenerationService, body: TokensBody, job: ApiCall) -> None:
-        (params,) = job.params
+    def __init__(self, api: GenerationService, body: TokensBody, call: ApiCall) -> None:
+        (params,) = call.params
         assert isinstance(params, SamplingParams)
-        self._api, self._job, self._params = api, job, params
+        self._api, self._call, self._params = api, call, params
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
         self._num_output = 0
         self._num_cached: int | None = None
@@ -107,23 +107,23 @@ class TokensEncoder(AnswerEncoder):
         self._num_cached = output.num_cached_tokens
         self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
         choices = [self._choice(x) for x in output.outputs if x.token_ids or x.finish_reason]
-        return event({"request_id": self._job.id, "choices": choices}) if choices else b""
+        return event({"request_id": self._call.id, "choices": choices}) if choices else b""
 
     def finish(self) -> bytes:
         if not self._usage:
             return DONE
-        usage = self._api.usage(self._job.num_prompt_tokens, self._num_output, self._num_cached)
-        return event({"request_id": self._job.id, "choices": [], "usage": usage}) + DONE
+        usage = self._api.usage(self._call.num_prompt_tokens, self._num_output, self._num_cached)
+        return event({"request_id": self._call.id, "choices": [], "usage": usage}) + DONE
 
     def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         num_output = sum(len(completion.token_ids) for completion in output.outputs)
         return {
-            "request_id": self._job.id,
-            "model": self._job.model,
-            "created": self._job.created,
+            "request_id": self._call.id,
+            "model": self._call.model,
+            "created": self._call.created,
             "choices": [self._choice(completion) for completion in output.outputs],
-            "usage": self._api.usage(self._job.num_prompt_tokens, num_output, output.num_cached_tokens),
+            "usage": self._api.usage(self._call.num_prompt_tokens, num_output, output.num_cached_tokens),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "kv_transfer_params": output.kv_transfer_params,
         }
@@ -133,7 +133,7 @@ class TokensEncoder(AnswerEncoder):
         if completion.logprobs is not None and num_top is not None:
             num_top = -1 if self._params.logprob_token_ids is not None else num_top
             as_ids = self._api.settings.api.return_tokens_as_token_ids
-            token_formatter = TokenFormatter(self._api.inputs_of(self._job.model).tokenizer, as_ids)
+            token_formatter = TokenFormatter(self._api.inputs_of(self._call.model).tokenizer, as_ids)
             logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, token_formatter)
         mask_ids = completion.sampling_mask
         mask = {} if mask_ids is None else {"sampling_mask": mask_ids.token_ids}

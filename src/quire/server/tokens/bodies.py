@@ -15,7 +15,7 @@ from quire.server.openai.requests import (
     Some,
     StreamOptions,
     TokenId,
-    Unbuilt,
+    Unsupported,
     doc,
 )
 
@@ -33,11 +33,11 @@ class TokensBody(EngineBody):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     prompt: str | None = doc("The text of the tokens; has no effect.")
-    features: Unbuilt | None = doc("Not supported yet.")
+    features: Unsupported | None = doc("Not supported yet.")
     kv_transfer_params: dict[str, JsonValue] | None = doc(
         "For prefill and decode in different engines (docs/disaggregation.md): the field of vLLM's proxies."
     )
-    ec_transfer_params: dict[str, Unbuilt] | None = doc("Not supported yet.")
+    ec_transfer_params: dict[str, Unsupported] | None = doc("Not supported yet.")
 
 
 class DerenderPart(BaseModel):

@@ -32,38 +32,33 @@ from quire.server.tokens.bodies import (
 @limit_long_bodies
 async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Return the tokens and parameters that a chat would send to the engine."""
-    chat = await prepare_chat(api, body, _without_account(request))
+    chat = await prepare_chat(api, body, without_account(request))
     return await _render(api, body, chat.job, lambda prompts: prompts[0])
 
 
 @limit_long_bodies
 async def show_completion_prompts(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Return the tokens and parameters that each prompt would send to the engine."""
-    job = await begin_completion(api, body, _without_account(request))
-    return await _render(api, body, job, lambda prompts: prompts)
-
-
-def _without_account(request: Request) -> Request:
-    """Return the request without its account: rendering does not use the engine and is not charged."""
-    return Request(without_account(request.scope), request.receive)
+    call = await begin_completion(api, body, without_account(request))
+    return await _render(api, body, call, lambda prompts: prompts)
 
 
 async def _render(
     api: GenerationService,
     body: ChatBody | CompletionBody,
-    job: ApiCall,
+    call: ApiCall,
     body_of: Callable[[list[dict[str, Any]]], Any],
 ) -> Response:
-    """Return the reply that `body_of` builds from the rendered prompts, one dict per prompt."""
-    if any(prompt.embeds is not None for prompt in job.prompts):
+    """Render the prompts of a call, one dict per prompt, and return what `body_of` makes of the list."""
+    if any(prompt.embeds is not None for prompt in call.prompts):
         raise RequestError("`prompt_embeds` have no token ids and cannot be rendered", param="prompt_embeds")
-    size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in job.prompts)
-    inputs = api.inputs_of(job.model)
-    return await off_loop(size, lambda: json_response(body_of(_rendered_prompts(inputs, body, job))))
+    size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in call.prompts)
+    inputs = api.inputs_of(call.model)
+    return await off_loop(size, lambda: json_response(body_of(_rendered_prompts(inputs, body, call))))
 
 
 def _rendered_prompts(
-    inputs: InputProcessor, body: ChatBody | CompletionBody, job: ApiCall
+    inputs: InputProcessor, body: ChatBody | CompletionBody, call: ApiCall
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -72,15 +67,15 @@ def _rendered_prompts(
             "token_offsets": _offsets(inputs, body, prompt),
             "prompt": prompt.text,
             "sampling_params": public_params(_sampling_params(params)),
-            "model": job.model,
+            "model": call.model,
             "stream": bool(body.stream),
             "stream_options": body.stream_options and body.stream_options.model_dump(),
             "cache_salt": prompt.cache_salt,
-            "priority": job.priority,
+            "priority": call.priority,
             "features": None if prompt.media is None else _features(prompt.media),
             "kv_transfer_params": None,
         }
-        for id, prompt, params in zip(job.engine_ids(), job.prompts, job.params, strict=True)
+        for id, prompt, params in zip(call.engine_ids(), call.prompts, call.params, strict=True)
     ]
 
 
@@ -125,14 +120,14 @@ _NOT_STREAMED = {"stream": False, "stream_options": None}
 @limit_long_bodies
 async def show_chat_answer(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
     """Convert generated tokens to the reply of a chat."""
-    tokens_reply, chat_body, request = body.generate_response, body.chat_request, _without_account(request)
+    tokens_reply, chat_body, request = body.generate_response, body.chat_request, without_account(request)
     await _check(api, body, [tokens_reply])
     if chat_body is not None:
         chat = await prepare_chat(api, chat_body.model_copy(update=_NOT_STREAMED), request)
     else:
         chat_body = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
-        job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
-        chat = ChatRequest(chat_body, job, api.settings.api.response_role, "")
+        call = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
+        chat = ChatRequest(chat_body, call, api.settings.api.response_role, "")
     _check_choices([tokens_reply], chat_body.n or 1)
     output = await _decode_reply(
         api.inputs_of(chat.job.model), tokens_reply, _sampling_params(chat.job.params[0])
@@ -153,7 +148,7 @@ async def show_completion_answer(
     api: GenerationService, body: DerenderCompletionBody, request: Request
 ) -> Response:
     """Convert generated tokens to the reply of a completion."""
-    replies, completion, request = body.generate_responses, body.completion_request, _without_account(request)
+    replies, completion, request = body.generate_responses, body.completion_request, without_account(request)
     await _check(api, body, replies)
     if body.prompt_tokens is not None and len(body.prompt_tokens) != len(replies):
         raise RequestError(
@@ -164,22 +159,22 @@ async def show_completion_answer(
     if completion is not None:
         # Logprobs of /inference/v1/generate have the chat format and are not converted.
         completion = completion.model_copy(update={**_NOT_STREAMED, "logprobs": None})
-        job = await begin_completion(api, completion, request)
+        call = await begin_completion(api, completion, request)
     else:
         completion = CompletionBody(prompt="")  # type: ignore[call-arg]
         prompts = [Prompt([]) for _ in replies]
-        job = api.job("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
-    if len(job.prompts) != len(replies):
+        call = api.job("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
+    if len(call.prompts) != len(replies):
         raise RequestError(
-            f"{len(replies)} generate_responses for {len(job.prompts)} prompts", param="generate_responses"
+            f"{len(replies)} generate_responses for {len(call.prompts)} prompts", param="generate_responses"
         )
     _check_choices(replies, completion.n or 1)
-    inputs = api.inputs_of(job.model)
+    inputs = api.inputs_of(call.model)
     outputs = [
         await _decode_reply(inputs, reply, _sampling_params(params))
-        for reply, params in zip(replies, job.params, strict=True)
+        for reply, params in zip(replies, call.params, strict=True)
     ]
-    encoder, num_prompt = CompletionEncoder(api, completion, job), sum(body.prompt_tokens or ())
+    encoder, num_prompt = CompletionEncoder(api, completion, call), sum(body.prompt_tokens or ())
     return await off_loop(
         _num_chars(outputs), lambda: json_response(_with_usage(encoder.response_body(outputs), num_prompt))
     )
@@ -216,7 +211,7 @@ def _check_choices(replies: list[DerenderTokens], num_choices: int) -> None:
 async def _decode_reply(
     inputs: InputProcessor, reply: DerenderTokens, params: SamplingParams
 ) -> RequestOutput:
-    """Return the reply as an engine output, with its text."""
+    """Decode the tokens of a reply and return it as an output of the engine."""
     size = sum(len(choice.token_ids or ()) for choice in reply.choices)
     outputs = await off_loop(
         size, lambda: [_decode_choice(inputs, choice, params) for choice in reply.choices]

@@ -30,7 +30,7 @@ the GIL for tens of milliseconds."""
 
 
 def add_tokens_in_out(app: FastAPI, api: GenerationService) -> None:
-    """Add the route that needs no tokenizer."""
+    """Add /inference/v1/generate, which needs no tokenizer."""
     add_post(app, api, "/inference/v1/generate", create_tokens_of_tokens, TokensReply, stream=True)
 
 

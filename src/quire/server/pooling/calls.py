@@ -40,7 +40,7 @@ def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
 async def pool_inputs(
     api: GenerationService, id_prefix: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
 ) -> tuple[ApiCall, list[Pooled]]:
-    """Run the model on the inputs of a body; `params` are those of `pool`."""
+    """Run the model on the inputs of a body. `params`: further keyword arguments of `pool`."""
     await check_pooling(api, body)
     prompts = await _read_inputs(api, body, request)
     return await pool(api, id_prefix, body, request, prompts, **params)
@@ -72,17 +72,17 @@ async def pool(
     """Return the call and the model's outputs in the order of the prompts. All requests of the call are
     cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
-    job = api.job(id_prefix, body, request, prompts, [params] * len(prompts))
-    return job, await api.until_disconnect(request, _run_all(api, job))
+    call = api.job(id_prefix, body, request, prompts, [params] * len(prompts))
+    return call, await api.until_disconnect(request, _run_all(api, call))
 
 
-async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
+async def _run_all(api: GenerationService, call: ApiCall) -> list[Pooled]:
     tasks: list[asyncio.Task[Pooled]] = []
     pause = api.pauses()
     try:
-        for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
+        for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True):
             assert isinstance(params, PoolingParams)
-            answer = api.engine.encode(prompt, params, id, **job.routing)
+            answer = api.engine.encode(prompt, params, id, **call.routing)
             tasks.append(asyncio.create_task(_await_output(answer)))
             await pause.if_due()
         return list(await asyncio.gather(*tasks))
@@ -103,9 +103,9 @@ def usage(api: GenerationService, outputs: Sequence[Pooled]) -> dict[str, Any]:
 
 
 def list_reply(
-    api: GenerationService, job: ApiCall, data: list[dict[str, Any]], outputs: Sequence[Pooled]
+    api: GenerationService, call: ApiCall, data: list[dict[str, Any]], outputs: Sequence[Pooled]
 ) -> dict[str, Any]:
-    return job.frame("list") | {"data": data, "usage": usage(api, outputs)}
+    return call.frame("list") | {"data": data, "usage": usage(api, outputs)}
 
 
 _ORDERS = {"native": "=", "little": "<", "big": ">"}
@@ -124,13 +124,14 @@ def pack_values(values: Floats, dtype: str, endianness: str) -> bytes:
 async def answer_vectors(
     api: GenerationService,
     body: VectorOptions,
-    job: ApiCall,
+    call: ApiCall,
     outputs: Sequence[Pooled],
     *,
     object: str,
     field: str,
 ) -> Response:
-    """Return the vectors as objects of type `object` that hold the values in `field`."""
+    """Return the vectors of all outputs as a list of JSON objects of the type `object`, with the values in
+    `field`, or as raw bytes if the body requests them."""
 
     def encode_values(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":
@@ -139,18 +140,18 @@ async def answer_vectors(
 
     def encode() -> Response:
         if body.encoding_format in ("bytes", "bytes_only"):
-            return _bytes(api, body, job, outputs, object)
+            return _bytes(api, body, call, outputs, object)
         data = [
             {"index": index, "object": object, field: encode_values(output.outputs.data)}
             for index, output in enumerate(outputs)
         ]
-        return json_response(list_reply(api, job, data, outputs))
+        return json_response(list_reply(api, call, data, outputs))
 
     return await off_loop(sum(output.outputs.data.size for output in outputs), encode)
 
 
 def _bytes(
-    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], object: str
+    api: GenerationService, body: VectorOptions, call: ApiCall, outputs: Sequence[Pooled], object: str
 ) -> Response:
     parts, data, start = [], [], 0
     for index, output in enumerate(outputs):
@@ -170,5 +171,5 @@ def _bytes(
         start = end
     headers = {}
     if body.encoding_format == "bytes":
-        headers["metadata"] = json.dumps(list_reply(api, job, data, outputs))
+        headers["metadata"] = json.dumps(list_reply(api, call, data, outputs))
     return Response(b"".join(parts), headers=headers, media_type="application/octet-stream")
