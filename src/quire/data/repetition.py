@@ -27,8 +27,8 @@ class RepetitionCounts:
         """Number of tokens that the runs include, and the last of these tokens; -1 without one."""
 
     def is_repetition(self, output: NDArray[np.integer]) -> bool:
-        """Return whether the output, which usually has one more token than at the last call, ends in a
-        repetition. Any other output, such as the first after `min_tokens`, is counted from its start."""
+        """Return whether the output ends in a repetition. If it has one more token than at the last call,
+        only this token is counted; otherwise all tokens are counted again, as after `min_tokens`."""
         num_seen = self._num_seen
         if len(output) == num_seen + 1 and (not num_seen or output[-2] == self._last):
             self._add_last(output)

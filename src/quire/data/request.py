@@ -73,7 +73,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     num_prompt_logprobs: int = 0
     """Number of prompt positions with delivered logprobs."""
     num_routed: int = 0
-    """Number of tokens with delivered experts, counted from the start of the prompt."""
+    """Number of tokens whose MoE experts were delivered, counted from the start of the prompt."""
     adapter_digest: bytes = b""
     """Digest of the LoRA adapter, once the adapter is loaded."""
     block_keys: list[bytes] = []

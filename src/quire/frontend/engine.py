@@ -100,7 +100,7 @@ class AsyncEngine:
         self._pages = [metrics.pages.of_engine(place) for place in range(len(self._links))]
         self._flights: dict[str, RequestInFlight] = {}
         self._sending, self._is_sending = TurnBudget(), False
-        """The budget, and whether the next turn of the event loop sends waiting requests."""
+        """Time budget for sending in one turn of the event loop, and whether the next turn sends requests."""
         self._abandoned = TurnQueue[tuple[str, RequestInFlight]](self._end_abandoned)
         self._numbers = itertools.count()
         self._tag = uuid.uuid4().hex[:8]

@@ -9,7 +9,8 @@ from quire.sched.queues import WaitingQueue
 
 
 class AdmissionCheck(Protocol):
-    """Something that requests may have to wait for before they get a row: a grammar, a LoRA adapter."""
+    """A condition that requests may have to wait for before they get a row (run): a compiled grammar, a
+    loaded LoRA adapter, or KV blocks from lower tiers."""
 
     needs_recheck: bool
     """Whether a held request may be admissible now; set by the check and reset by
@@ -78,7 +79,8 @@ class AdmissionChecks:
         return bool(futures) and bool(wait(futures, timeout_s, FIRST_COMPLETED).done)
 
     def take_needs_recheck(self) -> bool:
-        """Return whether a held request may have become admissible since the last call."""
+        """Return whether a held request may have become admissible since the last call, and reset this
+        flag."""
         needs_recheck = any(check.needs_recheck for check in self._checks)
         for check in self._checks:
             check.needs_recheck = False

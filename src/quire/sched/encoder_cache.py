@@ -77,7 +77,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _PlannedUse:
-    """Vectors that a step would hold and encode if it took the items considered so far."""
+    """Vectors that would be held, and encoded, if a step computed tokens of the items considered so far."""
 
     num_held: int
     num_encoded: int
@@ -85,7 +85,7 @@ class _PlannedUse:
 
 
 class EncoderCache:
-    """Records which rows hold the vectors of which items, by key.
+    """Records which rows (running requests) hold the vectors (encoder outputs) of which items, by key.
 
     An item is encoded in one piece by the step that first computes one of its tokens. The row holds its
     vectors until the last of these tokens is computed. Vectors that no row holds stay until their space is
@@ -232,8 +232,8 @@ class EncoderCache:
     def _undivided(
         self, spans: list[tuple[int, int]], start: int, chunk: int, limits: StepLimits
     ) -> tuple[int, int]:
-        """Return the chunk if it does not end inside a span. Otherwise return the tokens before the span, and
-        the tokens needed to include it. A span larger than any step is divided anyway."""
+        """Return the tokens before the span in which the chunk ends, and the tokens that include the whole
+        span. Both equal the chunk if it ends in no span, or in a span that is larger than any step."""
         end = start + chunk
         for first, behind in spans:
             if first < end < behind and behind - max(start, first) <= limits.max_chunk:

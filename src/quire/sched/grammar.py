@@ -66,7 +66,7 @@ class _MaskJob(NamedTuple):
         self.add()
 
     def add(self) -> None:
-        """Set the bits of the additional tokens."""
+        """Set the bits of the tokens that are allowed in addition to those of the matchers."""
         for token_id, at in self.extra_tokens:
             self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
 
@@ -149,7 +149,7 @@ class Constraints:
     # ---- masks
 
     def launch(self, running: Running, flight: StepInFlight) -> None:
-        """Note the constrained rows of a new plan."""
+        """Set the constrained rows of a new plan, and queue its step to get masks."""
         if not self._states_by_id:
             return
         plan = flight.plan
@@ -178,7 +178,8 @@ class Constraints:
             job.fill(self._grammars)
 
     def masks(self) -> Masks:
-        """Return the begun masks, which may still be filling. They are valid for two more plans."""
+        """Return the masks that `begin` started to fill; they may not be complete yet. Their buffer is reused
+        after two more plans."""
         assert self._job is not None
         masks, self._job = self._job.masks, None
         self._awaiting.popleft()

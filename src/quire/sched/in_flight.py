@@ -15,7 +15,8 @@ from quire.sched.step_tokens import StepTokens
 
 @dataclass(slots=True)
 class Notes:
-    """Events since the last plan, handed over with the next plan."""
+    """Events since the last plan, which become part of the next step: released rows, requests that ran for
+    the first time, resumed requests with the seconds of their preemption, and statistics."""
 
     released: list[int] = field(default_factory=list)
     admitted: dict[str, FirstRun] = field(default_factory=dict)
@@ -47,7 +48,8 @@ class StepInFlight:
         return alive
 
     def count(self, running: Running, sampled: RowIds, pooled: RowIds) -> StepStats:
-        """Count the step's tokens, before the sampled tokens are filled in."""
+        """Return the statistics of the step with its token counts. The sampled tokens must not be filled in
+        yet."""
         stats = self.notes.stats
         first = pooled if len(pooled) else sampled[running.prompt_len[sampled] == running.num_known[sampled]]
         if len(first):

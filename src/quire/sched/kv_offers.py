@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class HeldEntries:
-    """Entries on the device that a request holds without a row."""
+    """KV blocks and SSM state checkpoints on the device that are held for a request without a row."""
 
     pages: list[Block] = field(default_factory=list)
     states: list[Block] = field(default_factory=list)
@@ -68,7 +68,8 @@ class _Offer:
 
 
 class KVOffers:
-    """The prefixes kept for other engines, each under a name made of its request id and a random part."""
+    """The prefixes kept for other engines. The name of a prefix consists of its request id and a random
+    part."""
 
     def __init__(
         self,

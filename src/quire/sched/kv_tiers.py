@@ -1,6 +1,6 @@
 """KVTiers: entries of the KV cache in host memory, on disk and in other engines.
 
-An entry is a block of pages, or a checkpoint of states. If the prefix of a request continues in a lower tier,
+An entry is a KV block, or a checkpoint of SSM states. If the prefix of a request continues in a lower tier,
 or in the engine that has computed it, the request waits while its entries are copied to the device; steps of
 other requests run meanwhile. The request holds the entries until it is admitted."""
 
@@ -60,7 +60,8 @@ class _Load:
     """Entries that are being filled; they are neither indexed nor free."""
     keys: list[bytes]
     places: list[range]
-    """Blocks of the prefix that each entry restores: one per page, several per checkpoint of states."""
+    """Blocks of the prefix that each entry restores: one per KV block, several per checkpoint of SSM
+    states."""
     after: int
     """Number of the step after which the copy starts; until then, steps may use the entries."""
     slots: list[int] = field(default_factory=list)
@@ -86,9 +87,10 @@ class KVTiers:
         remote_fails: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the tiers of a cache. `pages` or `states` is None if the model has none of them. `offers`
-        keeps prefixes for other engines. With `takes_remote`, prefixes of other engines are loaded.
-        With `remote_fails`, a request fails if its prefix cannot be loaded from another engine."""
+        """Build the tiers of a cache. `pages` are the tiers of KV blocks, `states` those of SSM state
+        checkpoints; None if the model has no such entries. `offers` keeps prefixes for other engines. With
+        `takes_remote`, prefixes of other engines are loaded. With `remote_fails`, a request fails if its
+        prefix cannot be loaded from another engine."""
         assert (states is None) == (kv.states is None) and (pages is None) == (not kv.has_pages)
         self.kv = kv
         self.stores = TierStores(pages, states, salted_to_disk=salted_to_disk)
@@ -100,7 +102,8 @@ class KVTiers:
         self.offers = offers
         self._takes_remote, self._remote_fails = takes_remote, remote_fails
         self._failed: dict[str, str | None] = {}
-        """Requests that fail because their prefix in another engine could not be loaded."""
+        """Ids of requests that fail because their prefix in another engine could not be loaded; the values
+        are None."""
         self._next_report = clock() + REPORT_S
         self._reports: list[Future[LoadDone]] = []
         """Loads without entries: they fetch reports of the workers or release prefixes in other engines."""
@@ -144,7 +147,8 @@ class KVTiers:
 
     @property
     def futures(self) -> Collection[Future[Any]]:
-        """Return the futures of copies under way; a copy that can be started counts as done."""
+        """Return the futures of copies under way, with a finished future for each copy that can be started
+        now."""
         futures: list[Future[Any]] = []
         for load in (*self._loads.values(), *self._orphaned):
             if load.future is not None:
@@ -195,8 +199,8 @@ class KVTiers:
         return {key + mark for key in request.block_keys[:count] for mark in marks}
 
     def _missing(self, request: Request, hit: Hit, find: Find) -> dict[bytes, range]:
-        """Return the keys of a hit's entries that are in lower tiers, each with the blocks of the prefix that
-        it restores."""
+        """Return the keys of a hit's entries that are in lower tiers, each with the block numbers of the
+        prefix that it restores."""
         missing = dict[bytes, range]()
         for table, mark in zip(hit.blocks, self.kv.marks, strict=True):
             for at, block in enumerate(table):
@@ -360,7 +364,7 @@ class KVTiers:
         self.stats.disk_written_bytes += done.written_bytes
 
     def enter(self, request: Request) -> None:
-        """Release the entries held for a request; its row shares them next."""
+        """Release the entries held for a request, which gets a row that shares them next; count its hits."""
         if not request.num_preemptions:
             num_hits = request.num_loaded
             self.stats.num_queries += max(request.prompt_len - request.num_cached, 0) + num_hits
@@ -370,7 +374,7 @@ class KVTiers:
         self._release_remote(request)
 
     def _release_remote(self, request: Request) -> None:
-        """Let the other engine release the prefix of a request that does not load it."""
+        """Ask the other engine to release its prefix for a request that does not load it."""
         if request.remote is not None and self._takes_remote:
             self._reports.append(self._copies.load(BlockLoad([], [], [], request.remote)))
             request.remote = None

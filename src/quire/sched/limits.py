@@ -18,7 +18,8 @@ SMALLEST_SHARE = 16
 
 
 class Claim(NamedTuple):
-    """Tokens of a step reserved for a waiting request, and the level of its tenant."""
+    """Tokens of a step reserved for a waiting request, and the level of its tenant (computed tokens divided
+    by weight)."""
 
     level: float
     num_tokens: int
@@ -65,8 +66,9 @@ class StepLimits:
     def divide(
         self, pending: Ints, levels: NDArray[np.float64] | None = None, claim: Claim | None = None
     ) -> Ints:
-        """Divide the tokens of a step between rows with `pending` tokens. Decodes come first, then prompts in
-        order or by level, until the budget is spent. Prompts above the level of a claim leave its tokens."""
+        """Return how many of its `pending` tokens each row computes in a step. Decodes come first, then
+        prompts in order, or by the levels of their tenants, until the budget is spent. Prompts of tenants
+        above the level of a claim leave the claimed tokens unused."""
         chunks, budget = np.minimum(pending, self.max_chunk), self.budget
         if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
             is_prompt = pending > 1

@@ -104,9 +104,9 @@ class MissReasons:
                 )
 
     def explain(self, request: Request, num_cached: int, num_seen: int) -> PrefixMiss | None:
-        """Return why a request that runs for the first time has only `num_cached` tokens of its prompt in
-        the cache; None if no more was possible. `num_seen` tokens have pages; these are more than
-        `num_cached` if a checkpoint of states is missing."""
+        """Return why a request that runs for the first time has only `num_cached` tokens of its prompt in the
+        cache; None if no more was possible. The KV pages of `num_seen` tokens are cached, more than
+        `num_cached` if a checkpoint of SSM states is missing."""
         if self.off_reason:
             return PrefixMiss("off", why=self.off_reason)
         if request.params.skip_reading_prefix_cache:
@@ -129,7 +129,8 @@ class MissReasons:
         return self._compare(request, first) or PrefixMiss("never_seen", num_cached)
 
     def _compare(self, request: Request, at: int) -> PrefixMiss | None:
-        """Compare block `at` of a request with the block that followed the same prefix before."""
+        """Compare block `at` of a request with the block that followed the same prefix before. Return the
+        reason for the miss, or None if there is no such block."""
         size = self.block_size
         start, tokens = at * size, np.array(request.tokens[at * size : (at + 1) * size], np.int32)
         continuation = self._continuations.get(request.block_keys[at - 1] if at else self._root_key(request))
@@ -145,7 +146,8 @@ class MissReasons:
         return None if at else self._other_root(request, tokens.tobytes())
 
     def _other_root(self, request: Request, tokens: bytes) -> PrefixMiss | None:
-        """Return whether a prompt with another salt or adapter begins with these tokens."""
+        """Return the reason if the last prompt with these first tokens had another salt or adapter, else
+        None."""
         scope, salt = split_salt(request.cache_salt)
         if (known := self._first_blocks.get((scope, tokens))) is None:
             return None

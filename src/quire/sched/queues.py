@@ -1,8 +1,8 @@
 """Waiting queues: one class per scheduling policy, and a fair one over several queues.
 
-A removed request leaves its entry behind until the entry reaches the front or stale entries outnumber the
-others. So the time of an operation does not grow with the queue, except for the logarithm of a heap. A
-request that enters again gets a new entry, which differs from its stale one."""
+The entry of a removed request stays in its queue until it reaches the front, or until such stale entries
+outnumber the others. So the time of an operation does not grow with the queue, except for the logarithm of a
+heap. A request that enters again gets a new entry, which differs from its stale one."""
 
 import heapq
 from collections import deque
@@ -116,8 +116,8 @@ QUEUE_CLASSES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {
 
 
 class FairQueue:
-    """A queue per tenant, by a given policy. The next request is the first of the tenant with the lowest
-    level."""
+    """A queue per tenant (API key), each with the same policy. The next request is the first of the tenant
+    with the lowest level, which is its number of computed tokens divided by its weight."""
 
     def __init__(self, policy: str, shares: FairShare) -> None:
         self._make_queue = QUEUE_CLASSES[policy]

@@ -11,8 +11,8 @@ from quire.sched.blocks import BlockPool
 class TierIndex:
     """Entries in host memory or on disk by key, in the order of their last use, each in a numbered slot.
 
-    A block gets a slot by `allot` before it is copied, and is found from `commit` on. An entry is pinned
-    while it is read; pinned entries are not evicted."""
+    `allot` reserves a slot for an entry that is to be copied, and `commit` makes the copied entry available.
+    An entry is pinned while it is read; pinned entries are not evicted."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -108,7 +108,7 @@ class TierIndex:
 
 @dataclass(slots=True)
 class EntryTiers:
-    """The lower tiers of one kind of entries: blocks of pages, or checkpoints of states."""
+    """The lower tiers of one kind of entries: KV blocks, or checkpoints of SSM states."""
 
     pool: BlockPool
     """The entries on the device."""

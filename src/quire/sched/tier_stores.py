@@ -1,8 +1,8 @@
 """TierStores: copies of KV cache entries from the device to host memory and disk.
 
-An entry is copied to host memory when it is evicted from the device, or shortly before, and to disk as soon
-as it is full. The copy is part of a step, before it computes: steps run in order, so the entry is complete
-and not yet overwritten."""
+An entry is a KV block, or a checkpoint of SSM states. It is copied to host memory when it is evicted from the
+device, or shortly before, and to disk as soon as it is full. The copy is part of a step, before it computes:
+steps run in order, so the entry is complete and not yet overwritten."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -32,7 +32,8 @@ class _InFlight:
 
 
 class TierStores:
-    """Entries to store with the next step, and those of steps in flight."""
+    """Chooses the entries that the next step stores in lower tiers, and records those that steps in flight
+    fill and store."""
 
     def __init__(
         self, pages: EntryTiers | None, states: EntryTiers | None, *, salted_to_disk: bool = False
@@ -100,7 +101,8 @@ class TierStores:
                 self.evicted[block.key] = block.id
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
-        """Return what the planned step stores before it computes; it fills `fresh` entries."""
+        """Return what the planned step stores before it computes. `fresh` are the entries that the step
+        fills."""
         self.planned = step
         filled = [(block.key, block) for block in fresh if block.key is not None]
         self.unwritten.update(key for key, _ in filled)

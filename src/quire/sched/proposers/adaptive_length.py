@@ -61,7 +61,7 @@ class AdaptiveDraftLength:
         self._num_kinds = num_kinds
         self._rates = _AcceptanceRates(max_rows, num_kinds)
         self._level_of_row: NDArray[np.intp] = np.zeros(max_rows * num_kinds, np.intp)
-        """Both acceptance levels of a row, as one index."""
+        """Acceptance levels of a row's first draft and of its later drafts, as one index."""
         self._tested: NDArray[np.int64] = np.zeros(max_rows * num_kinds, np.int64)
         """Step in which a row last had drafts."""
         self._step = 0
