@@ -62,7 +62,8 @@ class _Distributor(OutputProcessor):
 
 
 class CoreRelay:
-    """The owner of the connection to an engine core, which sends and receives encoded messages only."""
+    """Runs requests of other processes on one engine core. It passes on encoded messages and does not process
+    outputs."""
 
     def __init__(
         self, address: str, token: str, *, health_timeout_s: float, on_end: Callable[[], object]

@@ -79,7 +79,8 @@ class AsyncEngine:
     ) -> None:
         """Set up the connections, which `start` opens. `addresses` are those of the cores by rank, which
         expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are for the
-        router. With `resumes`, requests with output continue after the death of their core."""
+        router. With `cores_return`, requests wait for the restart of a dead core. With `resumes`, requests
+        with output continue after the death of their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics

@@ -37,7 +37,6 @@ class RequestInFlight:
     rank: int | None
     """Data-parallel rank that the request must go to; None: any."""
     account: KeyAccount | None = None
-    """Account of the API key."""
     stream: OutputStream[Any] | None = None
     link: EngineLink | None = None
     """Connection to the request's core; None while the request waits for one."""

@@ -83,8 +83,8 @@ class Admitter:
             limits.paced_tokens = num_decodes + self.prefill_limit.limit(limits.max_tokens)
 
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
-        """Divide the tokens of a step between the rows of `running.order`, of which each can compute its
-        `pending` tokens. With `admits`, tokens may be left for the next waiting request."""
+        """Return how many of its `pending` tokens each row of `running.order` computes in the next step. With
+        `admits`, tokens may be left for the next waiting request."""
         self._limit_prompts(pending)
         if self.kv.states is not None:
             pending = self.kv.states.limit(self.running, pending)
@@ -137,7 +137,7 @@ class Admitter:
         return left
 
     def charge(self, chunks: Ints) -> None:
-        """Charge the tenants of the running rows, in order, for `chunks` tokens."""
+        """Count `chunks`, the new tokens of the rows in `running.order`, for the tenants of these rows."""
         if self.shares is not None:
             self.shares.charge(self.running.tenant[self.running.order], chunks)
 

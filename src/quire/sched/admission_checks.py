@@ -13,8 +13,8 @@ class AdmissionCheck(Protocol):
     loaded LoRA adapter, or KV blocks from lower tiers."""
 
     needs_recheck: bool
-    """Whether a held request may be admissible now; set by the check and reset by
-    `AdmissionChecks.take_needs_recheck`."""
+    """Whether a request that this check holds back may be admissible now. The check sets it, and
+    `AdmissionChecks.take_needs_recheck` resets it."""
 
     @property
     def futures(self) -> Collection[Future[Any]]:

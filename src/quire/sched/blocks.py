@@ -12,7 +12,8 @@ SALTED = b"salt"
 
 
 class Block:
-    """A block of a pool. Free blocks are linked in the order in which they will be reused."""
+    """A KV block, or a slot for SSM states. Free blocks are linked in the order in which they will be
+    reused."""
 
     __slots__ = ("id", "key", "next", "num_users", "prev")
 

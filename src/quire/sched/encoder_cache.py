@@ -14,7 +14,8 @@ from quire.sched.running import Running
 
 
 class ArrayStore:
-    """Stores the arrays of the multimodal items of all current requests by key, each once."""
+    """Stores the arrays (encoder inputs) of the multimodal items of all current requests by key, each
+    once."""
 
     def __init__(self) -> None:
         self._arrays: dict[bytes, Arrays] = {}
@@ -95,8 +96,8 @@ class EncoderCache:
         self, *, size: int = 0, max_encoded: int | None = None, undivided_items: bool = False
     ) -> None:
         """`size` is the capacity in vectors. It also limits the vectors encoded per step, unless
-        `max_encoded` is less. A larger item is encoded alone. With `undivided_items`, an item is not divided
-        between steps."""
+        `max_encoded` is less. An item that exceeds this limit is encoded alone. With `undivided_items`, the
+        tokens of an item are not divided between steps."""
         self.size = size
         self.max_encoded = size if max_encoded is None else max_encoded
         self.undivided_items = undivided_items
@@ -308,8 +309,8 @@ class EncoderCache:
         return not self._entries
 
     def forget_all(self, unsent_evictions: Iterable[bytes] = ()) -> None:
-        """Forget all entries because the state of the worker is unknown. `unsent_evictions` are
-        keys of evictions that the worker may not have received. All rows are about to leave."""
+        """Forget all vectors because the state of the worker is unknown. `unsent_evictions` are keys of
+        evictions that the worker may not have received. The caller releases all rows afterwards."""
         self._forgotten = list(dict.fromkeys([*self._forgotten, *unsent_evictions, *self._entries]))
         self._entries, self._unused, self._encodes, self.rows = {}, {}, [], {}
         self.num_held = self.num_kept = self.num_encoded = 0

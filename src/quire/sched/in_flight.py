@@ -31,7 +31,6 @@ class StepInFlight:
     plan: StepPlan
     notes: Notes
     rows: RowIds
-    """The rows of the plan."""
     starts: Ints
     """Number of tokens of each row computed before the step."""
     admissions: NDArray[np.int64]
@@ -73,7 +72,8 @@ class StepInFlight:
         return dict(zip(running.ids[self.rows[timed]].tolist(), seconds.tolist(), strict=True))
 
     def step_tokens(self, running: Running, result: StepResult) -> StepTokens:
-        """Return the result without the rows of requests that have ended meanwhile."""
+        """Return the new tokens and other results of the step, without the rows of requests that have ended
+        meanwhile."""
         rows, plan, alive = self.rows, self.plan, self.alive(running)
         sampled = rows if len(plan.sampling_rows) == len(rows) else rows[plan.samples]
         num_drafts = plan.num_drafts[plan.samples] if len(plan.num_drafts) else plan.num_drafts

@@ -113,7 +113,7 @@ class KVManager:
         self.tiers: LowerTiers | None = None
         """Lower tiers of the cache, in host memory and on disk."""
         self.events: KVEvents | None = None
-        """Events of the cache for subscribers; None: there are none."""
+        """Events of the cache for subscribers; None without subscribers."""
         self.reasons = MissReasons(
             num_blocks=num_blocks,
             block_size=block_size,

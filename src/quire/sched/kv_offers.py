@@ -170,8 +170,9 @@ class KVOffers:
     def read(
         self, name: str, keys: Sequence[bytes], copy: Callable[[list[int], bool], T]
     ) -> tuple[list[int], T | None]:
-        """Call `copy` with the block ids of a prefix's entries and whether they are states. Return the
-        indices of the keys found, and the result of `copy`. The entries are not released meanwhile."""
+        """Call `copy` with the block ids of the prefix's entries that have one of the keys, and with whether
+        they are SSM states. Return the indices of the keys found, and the result of `copy`. The entries are
+        not released meanwhile."""
         with self._lock:
             offer = self._offers.get(name)
             ids = {} if offer is None else offer.ids

@@ -364,7 +364,8 @@ class KVTiers:
         self.stats.disk_written_bytes += done.written_bytes
 
     def enter(self, request: Request) -> None:
-        """Release the entries held for a request, which gets a row that shares them next; count its hits."""
+        """Count the loaded tokens of a request, and release the entries held for it: its row shares them
+        next."""
         if not request.num_preemptions:
             num_hits = request.num_loaded
             self.stats.num_queries += max(request.prompt_len - request.num_cached, 0) + num_hits

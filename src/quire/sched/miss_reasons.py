@@ -21,8 +21,8 @@ V = TypeVar("V")
 
 
 class RecentEntries(Generic[K, V]):
-    """A mapping that forgets old entries: it holds the last `limit` at least, and twice as many at most,
-    beside those of one update."""
+    """A mapping that forgets old entries. It has at least the last `limit` entries, and at most twice as many
+    plus those of one update."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -77,7 +77,8 @@ class MissReasons:
         after the prefix) and the tokens from that block on. All keys of these blocks are added
         together, so the tokens are forgotten together with them."""
         self._first_blocks: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
-        """Salt and LoRA adapter of the last prompt, by scope and tokens of its first block."""
+        """By cache scope and tokens of a first block: salt and LoRA adapter of the last prompt that began
+        with it."""
 
     def evicted(self, keys: list[bytes], tier: str = "device") -> None:
         """Record that blocks were evicted from a tier and from all tiers above it."""

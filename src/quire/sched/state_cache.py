@@ -76,7 +76,8 @@ class StateCache:
         return 0
 
     def use(self, key: bytes, hints: CacheHints | None = None) -> int:
-        """Return the slot of a checkpoint, which is now the last to be evicted and retained by the hints."""
+        """Return the slot of the checkpoint after the block with this key. It is now the last to be evicted,
+        and retained if there are hints."""
         slot = self.pool.find(key + STATE_MARK)
         assert slot is not None, "lookup() found no checkpoint"
         self.pool.share([slot])

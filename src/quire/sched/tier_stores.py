@@ -70,7 +70,7 @@ class TierStores:
         """Number of allocated blocks at which `_ahead` is searched again."""
 
     def kind_of(self, key: bytes) -> EntryTiers | None:
-        """Return the tiers for an entry; None: such entries have no contents."""
+        """Return the tiers for the entry with this key; None if the model has no entries of its kind."""
         return self.states if is_state(key) else self.pages
 
     @property
