@@ -54,8 +54,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     offers: bool = False
     """Whether the sequence's prefix is kept for another engine when the sequence ends."""
 
-    # The fields below belong to the scheduler. A request that is resumed after the death of its core has
-    # `has_run`, `num_cached`, `num_prompt_logprobs`, `num_routed` and, in `tokens`, its output so far.
+    # The scheduler sets the fields below. Only for a request that is resumed after the death of its core, the
+    # API server process sets `has_run`, `num_cached`, `num_prompt_logprobs` and `num_routed`.
     row: int = -1
     num_preemptions: int = 0
     preempted_at: float = 0.0

@@ -68,7 +68,7 @@ class FleetRoutes:
                 self._adapters[name] = adapters
                 if report and self._reported.get(name) is not report:
                     self._reported[name] = report
-                    # Outputs of own requests contain newer numbers than reports.
+                    # Outputs of requests of this process contain newer numbers than reports.
                     if not self._router.cores[place].num_local:
                         self._router.update_load(place, **report)
 

@@ -192,7 +192,7 @@ class KVTiers:
         """Return the keys of all entries that the prefix of a request in another engine may have."""
         if request.remote is None or not self._takes_remote:
             return ()
-        self.kv.lookup(request)  # which computes the keys
+        self.kv.lookup(request)  # computes `request.block_keys`
         num_tokens = request.remote.num_tokens
         count = None if num_tokens is None else num_tokens // self.kv.block_size
         marks = (*self.kv.marks, STATE_MARK)

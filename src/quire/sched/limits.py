@@ -97,7 +97,7 @@ class StepLimits:
         """Lower the limits after a step of this size failed. Row or token counts that succeeded before are
         not lowered, nor is the token count if each row has one token."""
         if num_rows <= self._proven_rows and num_tokens <= self._proven_tokens:
-            self._proven_rows = self._proven_tokens = 0  # the record no longer holds
+            self._proven_rows = self._proven_tokens = 0  # steps of this size no longer succeed
         rows, tokens = num_rows > self._proven_rows, num_tokens > max(self._proven_tokens, num_rows)
         if rows:
             self.max_rows = max(1, num_rows // 2)
