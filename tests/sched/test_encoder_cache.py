@@ -71,7 +71,7 @@ class MediaEngine(Engine):
     def check(self, plan: StepPlan) -> None:
         super().check(plan)
         media, running = self.scheduler.media, self.scheduler.running
-        for key in plan.forgotten:
+        for key in plan.evicted_media:
             self.kept.pop(key, None)
         made = {item.key: item.num_vectors for item in plan.encodes}
         assert len(made) == len(plan.encodes) and not made.keys() & self.kept.keys(), "encoded twice"

@@ -33,7 +33,7 @@ class RepetitionCounts:
         if len(output) == num_seen + 1 and (not num_seen or output[-2] == self._last):
             self._add_last(output)
         else:
-            self._count_all(output)
+            self._start_over(output)
         self._num_seen = len(output)
         self._last = int(output[-1]) if len(output) else -1
         return bool((self._runs >= self._needed).any())
@@ -46,7 +46,7 @@ class RepetitionCounts:
         runs += 1
         runs *= before == output[last]
 
-    def _count_all(self, output: NDArray[np.integer]) -> None:
+    def _start_over(self, output: NDArray[np.integer]) -> None:
         backward = output[::-1]
         self._runs[:] = 0
         for place in range(min(len(self._runs), len(output) - self._min_size)):

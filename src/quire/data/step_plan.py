@@ -137,11 +137,11 @@ class StepPlan(msgspec.Struct):
     adapters: list[LoRAAssignment] = []
     """LoRA adapters to copy into slots before computing; each worker has read them from disk already."""
 
-    forgotten: list[bytes] = []
+    evicted_media: list[bytes] = []
     """Keys of media items to remove from the encoder cache, before items are encoded."""
     encodes: list[MediaItem] = []
     """Media items to encode before computing. Their vectors (encoder outputs) stay in the encoder cache until
-    the items are `forgotten`."""
+    they are in `evicted_media`."""
 
     stores: BlockStores | None = None
     """Blocks to copy to lower tiers of the KV cache before anything else; None for no blocks."""

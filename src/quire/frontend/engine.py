@@ -463,7 +463,7 @@ class AsyncEngine:
     def metrics_text(self) -> str:
         return self.metrics.text()
 
-    def count_exchange(self, exchange: Exchange) -> None:
+    def observe_exchange(self, exchange: Exchange) -> None:
         self.metrics.pages.observe_http(exchange)
 
     def snapshot(self) -> dict[str, Any]:

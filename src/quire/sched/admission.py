@@ -218,7 +218,7 @@ class Admitter:
     def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
         """Admit the next suspect of a failed step alone; it runs alone until it has a new token."""
         request = self.fault_isolation.next_suspect
-        if len(self.running) or self.checks.must_wait(request, alone=True):
+        if len(self.running) or self.checks.hold_back(request, alone=True):
             return []
         self.waiting.remove(request)
         hit = self.kv.lookup(request)

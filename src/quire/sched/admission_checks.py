@@ -23,8 +23,10 @@ class AdmissionCheck(Protocol):
     def add(self, request: Request) -> None:
         """Add a request that has arrived and waits."""
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
-        """Whether the request cannot be admitted now. With `alone`, no other request runs or is admitted."""
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
+        """Hold the request back if it cannot be admitted now, and return whether it is. The check may begin
+        what the request needs, such as a copy of its KV blocks. With `alone`, no other request runs or is
+        admitted."""
 
     def enter(self, request: Request) -> None:
         """Record that the request gets a row."""
@@ -50,8 +52,8 @@ class AdmissionChecks:
         for check in self._checks:
             check.add(request)
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
-        return any(check.must_wait(request, alone=alone) for check in self._checks)
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
+        return any(check.hold_back(request, alone=alone) for check in self._checks)
 
     def enter(self, request: Request) -> None:
         for check in self._checks:
@@ -104,7 +106,7 @@ class ReadyQueue:
             self._put_back()
         while len(self._queue):
             request = self._queue.peek()
-            if not self._checks.must_wait(request):
+            if not self._checks.hold_back(request):
                 return request
             self._held[request.id] = self._queue.pop()
         return None

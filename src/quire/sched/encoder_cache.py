@@ -109,7 +109,7 @@ class EncoderCache:
         self._unused: dict[bytes, None] = {}
         """Keys of the vectors that no row holds, oldest first."""
         self._encodes: list[MediaItem] = []
-        self._forgotten: list[bytes] = []
+        self._evicted: list[bytes] = []
 
     # ---- adding and removing requests
 
@@ -285,33 +285,33 @@ class EncoderCache:
     def _encode(self, item: MediaItem) -> None:
         num_vectors = item.num_vectors
         while self._unused and self.num_kept + num_vectors > self.size:
-            self._forget(next(iter(self._unused)))
+            self._evict(next(iter(self._unused)))
         self._entries[item.key] = _Entry(num_vectors)
         self.num_kept += num_vectors
         self.num_encoded += num_vectors
         self._encodes.append(self.arrays.with_arrays(item))
 
-    def _forget(self, key: bytes) -> None:
+    def _evict(self, key: bytes) -> None:
         del self._unused[key]
         self.num_kept -= self._entries.pop(key).num_vectors
-        self._forgotten.append(key)
+        self._evicted.append(key)
 
     def take_changes(self) -> tuple[list[bytes], list[MediaItem]]:
         """Return the keys to evict and the items to encode in the step that was planned."""
-        changes, self._forgotten, self._encodes = (self._forgotten, self._encodes), [], []
+        changes, self._evicted, self._encodes = (self._evicted, self._encodes), [], []
         self.num_encoded = 0
         return changes
 
     def reset(self) -> bool:
         """Evict the vectors that no row holds; return whether the cache is empty."""
         for key in list(self._unused):
-            self._forget(key)
+            self._evict(key)
         return not self._entries
 
     def forget_all(self, unsent_evictions: Iterable[bytes] = ()) -> None:
         """Forget all vectors because the state of the worker is unknown. `unsent_evictions` are keys of
         evictions that the worker may not have received. The caller releases all rows afterwards."""
-        self._forgotten = list(dict.fromkeys([*self._forgotten, *unsent_evictions, *self._entries]))
+        self._evicted = list(dict.fromkeys([*self._evicted, *unsent_evictions, *self._entries]))
         self._entries, self._unused, self._encodes, self.rows = {}, {}, [], {}
         self.num_held = self.num_kept = self.num_encoded = 0
 

@@ -112,7 +112,7 @@ class Constraints:
         elif params.thinking_token_budget is not None:
             self._states_by_id[request.id] = grammar_state_of(request, None)
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
         return request.id in self._compiling
 
     def enter(self, request: Request) -> None:

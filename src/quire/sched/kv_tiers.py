@@ -160,7 +160,7 @@ class KVTiers:
     def add(self, request: Request) -> None:
         """Do nothing: the prefix is looked up when the request is about to be admitted."""
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
         if request.id in self._loads:
             return True
         if alone or request.id in self._looked_up or not self.kv.may_share(request):
@@ -285,7 +285,7 @@ class KVTiers:
             if report.exception() is None:
                 done = report.result()
                 self.stats.num_failed_releases += bool(done.remote_problem)
-                self._count(done)
+                self._record(done)
         if self.stores.is_unreported and self._clock() >= self._next_report:
             self.stores.is_unreported = False
             self._next_report = self._clock() + REPORT_S
@@ -341,7 +341,7 @@ class KVTiers:
             self.stats.transfer_entries.append(num_remote)
         if any(load.slots[at] == REMOTE for at in failed):
             self._note_failed_transfer(load, done.remote_problem)
-        self._count(done)
+        self._record(done)
 
     def _note_failed_transfer(self, load: _Load, problem: str) -> None:
         """Count and log a prefix that could not be loaded completely from another engine."""
@@ -355,7 +355,7 @@ class KVTiers:
         if self._remote_fails and self._loads.get(load.request.id) is load:
             self._failed[load.request.id] = None
 
-    def _count(self, done: LoadDone) -> None:
+    def _record(self, done: LoadDone) -> None:
         self.stores.disk_is_off = self.stores.disk_is_off or done.is_off
         self.stats.load_s += done.seconds
         self.stats.store_s += done.store_s

@@ -140,7 +140,7 @@ class LoRAScheduler:
             self._apply_facts(request, adapter.facts)
         self._start_reading()
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
         adapter = self._by_request.get(request.id)
         if adapter is None:
             return False

@@ -171,7 +171,7 @@ class Scheduler:
             return None
         self._step += 1
         notes, self._notes = self._notes, Notes()
-        forgotten, encodes = self.media.take_changes()
+        evicted_media, encodes = self.media.take_changes()
         starts, admissions = self.running.num_computed[rows], self.running.admission[rows]
         plan = StepPlan(
             step=self._step,
@@ -187,7 +187,7 @@ class Scheduler:
             adapters=self.adapters.take_assignments(),
             saves=self.kv.take_saves(self.running),
             stores=self.kv.take_stores(self._step),
-            forgotten=forgotten,
+            evicted_media=evicted_media,
             encodes=encodes,
         )
         if self.running.num_stages > 1:
@@ -312,7 +312,7 @@ class Scheduler:
             self._notes.admitted |= flight.notes.admitted
             self._notes.resumed |= flight.notes.resumed
         self.kv.forget_steps()
-        self.media.forget_all(key for flight in self.in_flight for key in flight.plan.forgotten)
+        self.media.forget_all(key for flight in self.in_flight for key in flight.plan.evicted_media)
         self.in_flight.clear()
         self.constraints.forget()
         self.adapters.empty_slots()
