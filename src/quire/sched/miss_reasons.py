@@ -70,8 +70,8 @@ class MissReasons:
         self.off_reason = off_reason
         self._root_key, self._marks, self._clock = root_key, marks, clock
         limit = min(max(num_blocks, MIN_ENTRIES), MAX_ENTRIES)
-        self._evicted: RecentEntries[bytes, tuple[float, str]] = RecentEntries(limit)
-        """Time and tier of evictions, by key of the block."""
+        self._evicted: RecentEntries[bytes, float] = RecentEntries(limit)
+        """Times of evictions, by key of the block."""
         self._continuations: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
         """By key of a prefix: the last prompt that continued it, as a block number (at most that of the block
         after the prefix) and the tokens from that block on. All keys of these blocks are added
@@ -80,9 +80,9 @@ class MissReasons:
         """By cache scope and tokens of a first block: salt and LoRA adapter of the last prompt that began
         with it."""
 
-    def evicted(self, keys: list[bytes], tier: str = "device") -> None:
-        """Record that blocks were evicted from a tier and from all tiers above it."""
-        self._evicted.update(dict.fromkeys(keys, (self._clock(), tier)))
+    def evicted(self, keys: list[bytes]) -> None:
+        """Record that blocks were evicted from the device."""
+        self._evicted.update(dict.fromkeys(keys, self._clock()))
 
     def forget(self) -> None:
         """Forget everything; the cache was reset."""
@@ -122,9 +122,9 @@ class MissReasons:
         suffixes = self._marks if num_seen == num_cached else (STATE_MARK,)
         for key in keys:
             for suffix in suffixes:
-                if (eviction := self._evicted.get(key + suffix)) is not None:
-                    seconds = round(self._clock() - eviction[0], 3)
-                    return PrefixMiss("evicted", num_cached, evicted_s=seconds, tier=eviction[1])
+                if (evicted_at := self._evicted.get(key + suffix)) is not None:
+                    seconds = round(self._clock() - evicted_at, 3)
+                    return PrefixMiss("evicted", num_cached, evicted_s=seconds, tier="device")
         if num_seen > num_cached:
             return PrefixMiss("no_checkpoint", num_cached)
         return self._compare(request, first) or PrefixMiss("never_seen", num_cached)

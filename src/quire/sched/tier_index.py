@@ -16,7 +16,6 @@ class TierIndex:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.num_evicted = 0
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._pins: Counter[bytes] = Counter()
         self._being_copied: dict[bytes, int] = {}
@@ -57,7 +56,6 @@ class TierIndex:
             if evicted is None:
                 return None
             slot = self._slots.pop(evicted)
-            self.num_evicted += 1
             self.on_removed(evicted)
         self._being_copied[key] = slot
         return slot, evicted
