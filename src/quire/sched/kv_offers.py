@@ -89,7 +89,7 @@ class KVOffers:
         self._lock = threading.Lock()
         """Held while entries are read, and while a prefix is removed."""
         self.num_expired = 0
-        """Number of prefixes dropped before they were read, since the last report."""
+        """Number of prefixes that were not read in time, since the last report."""
         self.on_close: Callable[[], None] = lambda: None
         """Ends the thread that reads entries."""
 
@@ -136,6 +136,7 @@ class KVOffers:
         over = [name for name, offer in self._offers.items() if offer.is_ended or offer.until <= now]
         for name in over:
             if not self._offers[name].is_ended:
+                self.num_expired += 1
                 self._drop(name, f"it was not read within {self._seconds:g} s")
             else:
                 self._release(name)
@@ -157,7 +158,6 @@ class KVOffers:
         log.warning(
             "Released the KV cache of request %s, which was kept for another engine: %s", name, reason
         )
-        self.num_expired += 1
         self._release(name)
 
     def _release(self, name: str) -> None:
