@@ -16,7 +16,8 @@ from quire.data.kv_tiers import is_state
 from quire.data.request import Request
 from quire.logs import get_logger
 from quire.sched.blocks import Block
-from quire.sched.kv_manager import KVManager
+from quire.sched.kv_manager import Hit, KVManager
+from quire.sched.tier_index import IN_LOWER_TIER
 
 log = get_logger(__name__)
 
@@ -29,6 +30,15 @@ class HeldEntries:
 
     pages: list[Block] = field(default_factory=list)
     states: list[Block] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, kv: KVManager, request: Request, hit: Hit) -> "HeldEntries":
+        """Return the entries of a request's hit that are on the device."""
+        blocks = (block for table in hit.blocks for block in table)
+        pages = [block for block in blocks if block is not None and block is not IN_LOWER_TIER]
+        key = kv.state_key(request, hit)
+        state = None if key is None else kv.pool.find(key)
+        return cls(pages, [] if state is None else [state])
 
     def share(self, kv: KVManager) -> None:
         kv.pool.share(self.pages)
@@ -108,10 +118,7 @@ class KVOffers:
             block_keys=request.block_keys[: prompt_len // kv.block_size],
         )
         hit = kv.lookup(prompt)
-        held = HeldEntries([block for table in hit.blocks for block in table if block is not None])
-        key = kv.state_key(prompt, hit)
-        if key is not None and kv.states is not None and (state := kv.states.pool.find(key)) is not None:
-            held.states.append(state)
+        held = HeldEntries.of(kv, prompt, hit)
         name = f"{request.id}-{secrets.token_hex(8)}"  # clients choose request ids; names must not be guessed
         if hit.num_tokens:
             held.share(kv)

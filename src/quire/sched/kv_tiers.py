@@ -20,13 +20,11 @@ from quire.sched.blocks import Block
 from quire.sched.kv_manager import Find, Hit, KVManager
 from quire.sched.kv_offers import HeldEntries, KVOffers
 from quire.sched.running import Running
-from quire.sched.tier_index import EntryTiers
+from quire.sched.tier_index import IN_LOWER_TIER, EntryTiers
 from quire.sched.tier_stores import TierStores
 
 log = get_logger(__name__)
 
-IN_LOWER_TIER = Block(-1)
-"""Stands in a `Hit` for a block that only a lower tier or another engine holds."""
 MAX_LOADS = 8
 """Most requests with entries on their way to the device at the same time."""
 DRAIN_S = 60.0
@@ -215,17 +213,7 @@ class KVTiers:
     def _load(self, request: Request, hit: Hit, missing: dict[bytes, range]) -> None:
         """Allocate the entries of a request that lie in lower tiers or another engine, and queue their
         copy."""
-        held = HeldEntries(
-            [
-                block
-                for table in hit.blocks
-                for block in table
-                if block is not None and block is not IN_LOWER_TIER
-            ]
-        )
-        key = self.kv.state_key(request, hit)
-        if key is not None and key not in missing and (state := self.kv.pool.find(key)) is not None:
-            held.states.append(state)
+        held = HeldEntries.of(self.kv, request, hit)
         load = _Load(request, held, [], [*missing], [*missing.values()], 0)
         load.remote, request.remote = request.remote, None
         for key in load.keys:

@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from quire.data.kv_tiers import ON_DISK, REMOTE
-from quire.sched.blocks import BlockPool
+from quire.sched.blocks import Block, BlockPool
+
+IN_LOWER_TIER = Block(-1)
+"""Stands in a `Hit` for a block that only a lower tier or another engine holds."""
 
 
 class TierIndex:
