@@ -84,19 +84,16 @@ class StepInFlight:
             sampled = rows[plan.samples & alive]
             remaining_rows, is_kept = set(rows[alive].tolist()), alive[plan.samples]
             counts, drafted = result.counts, result.drafted
+            by_row = {
+                name: {row: value for row, value in getattr(result, name).items() if row in remaining_rows}
+                for name in ("logprobs", "prompt_logprobs", "aligned", "sampling_masks")
+            }
             result = StepResult(
                 token_ids=result.token_ids[np.repeat(is_kept, counts) if len(counts) else is_kept],
                 counts=counts[is_kept] if len(counts) else counts,
                 drafted=drafted[is_kept] if len(drafted) else drafted,
-                logprobs={row: value for row, value in result.logprobs.items() if row in remaining_rows},
-                prompt_logprobs={
-                    row: value for row, value in result.prompt_logprobs.items() if row in remaining_rows
-                },
-                aligned={row: value for row, value in result.aligned.items() if row in remaining_rows},
-                sampling_masks={
-                    row: value for row, value in result.sampling_masks.items() if row in remaining_rows
-                },
                 routes=result.routes,
+                **by_row,
             )
             num_drafts = num_drafts[is_kept] if len(num_drafts) else num_drafts
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}
