@@ -99,7 +99,7 @@ class CoreRelay:
         self.check()
         add = decode_to_core(data)
         assert isinstance(add, Add)
-        ids = [*(request.id for request in add.requests), *(id for id, _ in add.siblings)]
+        ids = [request.id for request in add.all()]
         stream = _Stream(ids)
         self._streams |= dict.fromkeys(ids, stream)
         self.link.send(add)

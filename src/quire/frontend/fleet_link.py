@@ -138,7 +138,7 @@ class FleetLink(EngineLink):
 
     def _begin(self, add: Add) -> None:
         first = add.requests[0]
-        ids = [*(request.id for request in add.requests), *(id for id, _ in add.siblings)]
+        ids = [request.id for request in add.all()]
         route = self.routes.route(
             first.id,
             prefix_tokens(first),
