@@ -22,7 +22,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     params: SamplingParams
     prompt_len: int
     limit: int
-    """Number of tokens at which the sequence ends (the minimum of max_tokens and max_model_len)."""
+    """Number of tokens at which the sequence ends: prompt and max_tokens, but at most max_model_len."""
     seed: int
     eos_id: int = -1
     """Token id of eos, which is not reported as stop_reason; -1 with ignore_eos."""

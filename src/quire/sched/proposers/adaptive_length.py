@@ -23,7 +23,8 @@ Floats = NDArray[np.float64]
 BUDGET_SHARE = 0.01
 """Part of the time of all steps that drafts may lose, and that trials may cost."""
 INITIAL_BALANCE = 2.0
-"""Initial balance and trial budget, and limit of the trial budget, in plain steps."""
+"""Initial balance and trial budget, and limit of the trial budget, in plain steps (the time of a step without
+drafts)."""
 MAX_BALANCE = 64.0
 """Limit of the balance, in plain steps."""
 TRIAL_LEN = 2
@@ -74,8 +75,8 @@ class AdaptiveDraftLength:
         is_drafted = likelihood >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
         totals = np.stack([is_drafted, is_drafted * likelihood]).cumsum(3).reshape(2 * _CUTS, -1, max_drafts)
         self._table = np.pad(totals, ((0, 0), (0, 0), (1, 0))).reshape(2 * _CUTS, -1).astype(np.float32)
-        """[2 * cut, level * available]: number of a row's drafts at least as likely as the cut and, in the
-        second half, the expected number of accepted ones."""
+        """[2 * cut, level * available]: number of a row's drafts that are at least as likely as the cut. The
+        second half has the expected number of accepted ones among them."""
 
     def admit(self, row: int) -> None:
         """Reset the statistics of a row that gets a new request."""
