@@ -86,7 +86,7 @@ class FcfsQueue(PriorityQueue):
         return 0, 0.0
 
 
-QUEUE_CLASSES = {"fcfs": FcfsQueue, "priority": PriorityQueue}
+QUEUE_CLASSES: dict[str, type[PriorityQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
 
 
 class FairQueue:
