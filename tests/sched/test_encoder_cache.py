@@ -253,7 +253,7 @@ def test_cross_attention_items_stay_while_their_rows_run(
     for number, arrival in enumerate(traffic):
         tokens, media = cross_attention_prompt(arrival)
         engine.add(str(number), tokens, arrival.count, media=media, tenant=arrival.family)
-        assert media.marks(tokens)[1:] == tokens
+        assert media.routing_ids(tokens)[1:] == tokens
     while engine.core.has_work:
         match data.draw(st.integers(0, 7)):
             case 0:

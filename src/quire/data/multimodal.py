@@ -125,7 +125,7 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
             counts[item.modality] = counts.get(item.modality, 0) + item.length
         return counts
 
-    def marks(self, tokens: list[int]) -> list[int]:
+    def routing_ids(self, tokens: list[int]) -> list[int]:
         """Return the prompt tokens for prefix matching by the router. Numbers from the items' keys replace
         placeholder tokens, so that prompts with different media differ."""
         numbers = list(tokens)

@@ -151,8 +151,8 @@ def failure(finish: FinishReason) -> QuireError:
 def prefix_tokens(request: Request) -> list[int]:
     """Return the prompt as numbers for prefix matching: embeddings and media are replaced by their hashes."""
     if request.embeds is not None:
-        return request.embeds.marks()
-    return request.tokens if request.media is None else request.media.marks(request.tokens)
+        return request.embeds.routing_ids()
+    return request.tokens if request.media is None else request.media.routing_ids(request.tokens)
 
 
 def affinity(request: Request) -> dict[str, str | None]:
