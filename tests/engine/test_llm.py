@@ -457,6 +457,18 @@ def test_reset_prefix_cache_fails_while_blocks_are_held(model: TextModel) -> Non
     assert llm.reset_prefix_cache()
 
 
+def test_reset_prefix_cache_may_preempt_running_requests(model: TextModel) -> None:
+    llm = open_text(model)
+    prompts = [list(range(20, 37)), list(range(50, 59))]
+    llm.enqueue(prompts, GREEDY, use_tqdm=False)
+    llm.llm_engine.step()
+    assert not llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    assert llm.llm_engine.core.scheduler.kv.pool.usage == 0.0
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert tokens(outputs) == [model.greedy(prompt, 4) for prompt in prompts]
+
+
 # ---- the size of the cache
 
 

@@ -201,6 +201,6 @@ def test_keys_differ_by_embeddings_and_dtype() -> None:
     plain, half = read(TENSORS["plain"]), read(TENSORS["plain"].half())
     same_bits = read(TENSORS["plain"].half().view(torch.bfloat16).nan_to_num(0))
     second = read(TENSORS["plain"].clone())
-    assert plain.keys == second.keys and len({*plain.marks()}) == len(plain)
+    assert plain.keys == second.keys and len({*plain.routing_ids()}) == len(plain)
     keys = {item.keys_of(3, 4) for item in (plain, half, same_bits)} | {plain.keys_of(4, 5)}
     assert len(keys) == 4

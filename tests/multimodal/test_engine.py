@@ -380,10 +380,12 @@ def test_items_are_serialized_with_plans_and_requests(fake: Fake) -> None:
     bits = torch.randn(3, 4).bfloat16()
     seen.media.items[0].arrays |= {"bits": Array.of(bits.view(torch.uint16).numpy())}
     none = np.empty(0, np.int32)
-    plan = StepPlan(1, [], [], none, none, none, none, none > 0, forgotten=[b"k"], encodes=seen.media.items)
+    plan = StepPlan(
+        1, [], [], none, none, none, none, none > 0, evicted_media=[b"k"], encodes=seen.media.items
+    )
     received = decode_plan(encode_plan(plan))
     (item,) = received.encodes
-    assert received.forgotten == [b"k"] and item.places() == seen.media.items[0].places()
+    assert received.evicted_media == [b"k"] and item.places() == seen.media.items[0].places()
     assert item.arrays is not None and (item.arrays["pixels"].numbers() == CAT).all()
     encoder = MediaEncoder(FakeTower, hidden=1, dtype=torch.float32, device=torch.device("cpu"))
     assert torch.equal(encoder._on_device(item.arrays["bits"]), bits)

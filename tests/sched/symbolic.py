@@ -250,7 +250,7 @@ class SymbolicWorker:
                 self.states[_state_after(new.row, new.num_computed)] = self.checkpoints[new.state]
 
     def _encode(self, plan: StepPlan) -> None:
-        for key in plan.forgotten:
+        for key in plan.evicted_media:
             self.vectors.pop(key, None)
         for item in plan.encodes:
             assert item.arrays is not None, "nothing to encode"

@@ -71,7 +71,7 @@ class MediaEngine(Engine):
     def check(self, plan: StepPlan) -> None:
         super().check(plan)
         media, running = self.scheduler.media, self.scheduler.running
-        for key in plan.forgotten:
+        for key in plan.evicted_media:
             self.kept.pop(key, None)
         made = {item.key: item.num_vectors for item in plan.encodes}
         assert len(made) == len(plan.encodes) and not made.keys() & self.kept.keys(), "encoded twice"
@@ -253,7 +253,7 @@ def test_cross_attention_items_stay_while_their_rows_run(
     for number, arrival in enumerate(traffic):
         tokens, media = cross_attention_prompt(arrival)
         engine.add(str(number), tokens, arrival.count, media=media, tenant=arrival.family)
-        assert media.marks(tokens)[1:] == tokens
+        assert media.routing_ids(tokens)[1:] == tokens
     while engine.core.has_work:
         match data.draw(st.integers(0, 7)):
             case 0:

@@ -243,14 +243,14 @@ def test_held_requests_are_not_rechecked_in_every_step() -> None:
     for number in range(1000):
         engine.add_lora(f"held{number}", lora("two"))
     looks = 0
-    must_wait = engine.lora_scheduler.must_wait
+    hold_back = engine.lora_scheduler.hold_back
 
     def counted(request: Any, **how: Any) -> bool:
         nonlocal looks
         looks += 1
-        return must_wait(request, **how)
+        return hold_back(request, **how)
 
-    engine.lora_scheduler.must_wait = counted  # type: ignore[method-assign]
+    engine.lora_scheduler.hold_back = counted  # type: ignore[method-assign]
     for _ in range(40):
         engine.step()
     assert looks < 5000

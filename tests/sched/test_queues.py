@@ -7,7 +7,7 @@ from symbolic import Engine
 
 from quire.data.params import SamplingParams
 from quire.data.request import Request
-from quire.sched.queues import QUEUE_CLASSES, FcfsQueue
+from quire.sched.queues import QUEUE_CLASSES
 
 Ranked = tuple[tuple[float, ...], Request]
 
@@ -82,7 +82,7 @@ def test_removed_entries_do_not_accumulate(policy: str) -> None:
         request = make_request(number)
         queue.push(request)
         queue.remove(request)
-        assert len(queue) == 1 and len(queue._entries if isinstance(queue, FcfsQueue) else queue._heap) <= 2
+        assert len(queue) == 1 and len(queue._heap) <= 2
 
 
 @pytest.mark.parametrize("policy", QUEUE_CLASSES)

@@ -224,7 +224,7 @@ class FakeEngine:
         self.resets_running = False
         self.exchanges: list[Exchange] = []
 
-    def count_exchange(self, exchange: Exchange) -> None:
+    def observe_exchange(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)
 
     def check(self) -> None:

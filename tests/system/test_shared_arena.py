@@ -152,14 +152,19 @@ def test_media_cache_in_shared_memory_is_bounded() -> None:
 
 
 def test_core_without_shared_memory_gets_the_arrays() -> None:
-    processor_cache = ProcessorCache(10_000, arena=SharedArena(10_000, 10_000))
+    arena = SharedArena(10_000, 10_000)
+    processor_cache = ProcessorCache(10_000, arena=arena)
     processed = processor_cache.put(b"a", b"a", ProcessedItem([1], arrays=arrays_of(3, 5000)))
     assert processed.arrays is None and processed.stored is not None
     media = Media([MediaItem(modality="image", key=b"a", offset=0, length=1, stored=processed.stored)])
     assert not processor_cache.lacks(media)
+    assert not ReceiverCache().fill(decode_media(msgspec.msgpack.encode(processor_cache.outgoing(media))))
     for full in (True, False):
         (item,) = decode_media(msgspec.msgpack.encode(processor_cache.outgoing(media, all_arrays=full))).items
         assert item.stored is None and (item.arrays["numbers"].numbers() == 3).all()
+    assert arena.num_busy == 1
+    del processed, media
+    assert not arena.num_busy
 
 
 OWNER = """

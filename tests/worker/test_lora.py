@@ -147,7 +147,7 @@ def test_drafts_are_computed_without_adapters(tiny: Tiny) -> None:
     seen: list[object] = []
 
     class Drafts:
-        follows = True
+        observes = True
 
         def observe(self, batch: Any, states: Any) -> None:
             seen.append(batch.lora)

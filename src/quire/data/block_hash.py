@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 DIGEST_BYTES = 32
 PLACE = struct.Struct("<iI")
-"""A media item in a block: start of the block relative to the item, and number of bytes of the item's key."""
+"""Binary format of a media item in the hash input of a block: start of the block relative to the item, and
+number of bytes of the item's key."""
 
 ExtraKey = str | bytes | tuple[str, int]
 """An input of a block's hash besides its tokens: the name of the LoRA adapter or the cache salt (text), bytes

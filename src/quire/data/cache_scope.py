@@ -3,14 +3,15 @@
 from contextvars import ContextVar
 
 CACHE_SCOPE: ContextVar[str] = ContextVar("cache_scope", default="")
-"""Scope of the current HTTP request: its API key, or the group of API keys that share caches. It is empty if
-keys have no names, and offline: then all requests share cached prefixes."""
+"""Cache scope of the current HTTP request: its API key, or the group of API keys that share caches. It is
+empty for API keys without names and for offline calls; such requests all share cached prefixes."""
 _ESCAPE = "\0"
 
 
 def scoped_salt(salt: str | None) -> str | None:
-    """Return the salt of a request's cached prefix: its scope and its `cache_salt`. The salts of two scopes
-    are never equal, whatever `cache_salt` a client chooses."""
+    """Return the salt for the prefix cache keys of a request: the cache scope of the current HTTP request and
+    the request's `cache_salt`. The salts of two scopes are never equal, whatever `cache_salt` a client
+    chooses."""
     scope = CACHE_SCOPE.get()
     if scope:
         # The length separates scope and salt; "-" and "+" distinguish no salt and an empty salt.

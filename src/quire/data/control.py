@@ -11,7 +11,7 @@ LEVELS = (0, 1, 2)
 """Sleep levels. 0: no step runs; 1: weights move to host memory, the KV cache is dropped; 2: weights and KV
 cache are dropped."""
 MEMORY = ("weights", "kv_cache")
-"""Memory that a worker releases and allocates again."""
+"""Kinds of memory that a worker releases when it sleeps, and allocates again when it wakes up."""
 TAGS = (*MEMORY, "scheduling")
 """Tags of `wake_up`."""
 

@@ -15,8 +15,8 @@ NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class BlockStored(NamedTuple):
-    """Consecutive blocks that entered a medium. Without tokens, the blocks were copied, and an earlier event
-    reported their computation."""
+    """Consecutive blocks that entered a medium. If `token_ids` is empty, the blocks were copied from another
+    medium, and an earlier event reported their tokens."""
 
     block_hashes: list[bytes]
     """Digests of the blocks; a digest may have a suffix, which is not reported."""

@@ -21,8 +21,8 @@ def is_state(key: bytes) -> bool:
 
 
 class BlockStores(msgspec.Struct, omit_defaults=True):
-    """Entries to copy to lower tiers. A step copies them before it computes, since it may overwrite them. The
-    last `num_ahead` entries may be copied later."""
+    """KV cache entries (blocks or SSM state checkpoints) to copy to lower tiers. A step copies them before it
+    computes, since it may overwrite them. The last `num_ahead` entries may be copied later."""
 
     ids: list[int] = []
     """Number of each block, or slot of each checkpoint on the device."""
@@ -48,7 +48,7 @@ class BlockStores(msgspec.Struct, omit_defaults=True):
 
 
 class BlockLoad(msgspec.Struct):
-    """Entries to copy from lower tiers to the device, beside the steps."""
+    """KV cache entries to copy from lower tiers or another engine to the device, while steps run."""
 
     ids: list[int]
     slots: list[int]

@@ -89,7 +89,8 @@ def remote_prefix(params: TransferParams) -> RemotePrefix | None:
 
 
 class ReadEntries(msgspec.Struct):
-    """Message to the engine that keeps a prefix: read some of its entries, all of the same kind."""
+    """Message to the engine that keeps a prefix: read some of its KV blocks, or some of its SSM state
+    checkpoints."""
 
     token: str
     layout: str

@@ -86,7 +86,7 @@ class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     @property
     def num_vectors(self) -> int:
-        """Return the number of vectors that the encoder computes for the item."""
+        """Return the number of vectors (embeddings) that the encoder computes for the item."""
         return sum(count for _, count in self.runs) if self.runs else self.length
 
     def places(self) -> list[tuple[int, int]]:
@@ -103,12 +103,14 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
     """M-RoPE positions [3, prompt] of int32 (time, height, width). Output tokens continue after the
     largest."""
     num_bidirectional: int = 0
-    """Number of first tokens with bidirectional attention, which one step must compute together."""
+    """Number of leading prompt tokens that attend to each other in both directions. One step must compute all
+    of them."""
     bidirectional_key: bytes = b""
     """Hash of all tokens with bidirectional attention, since the KV block of each depends on all of them."""
 
     def joined(self, tokens: Sequence[int]) -> "Media":
-        """Return the media of a prompt with bidirectional attention among all tokens."""
+        """Return a copy of the media for a prompt `tokens` that has bidirectional attention among all of its
+        tokens."""
         content = np.asarray(tokens, np.int32).tobytes() + self.keys_of(0, len(tokens))
         return msgspec.structs.replace(
             self, num_bidirectional=len(tokens), bidirectional_key=sha256(content).digest()
@@ -121,9 +123,9 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
             counts[item.modality] = counts.get(item.modality, 0) + item.length
         return counts
 
-    def marks(self, tokens: list[int]) -> list[int]:
-        """Return the tokens with numbers from the items' keys in place of placeholder tokens, for prefix
-        matching by the router."""
+    def routing_ids(self, tokens: list[int]) -> list[int]:
+        """Return the prompt tokens for prefix matching by the router. Numbers from the items' keys replace
+        placeholder tokens, so that prompts with different media differ."""
         numbers = list(tokens)
         for item in self.items:
             (number,) = struct.unpack_from("<I", item.key)
@@ -132,8 +134,8 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
         return numbers
 
     def keys_of(self, start: int, end: int) -> bytes:
-        """Return the media part of the hash input of a range of tokens. It is equal for the same items at the
-        same places."""
+        """Return the media part of the hash input of a range of tokens. It is equal if the same items are at
+        the same positions."""
         keys = self.bidirectional_key if start < self.num_bidirectional else b""
         for item in self._overlapping(start, end):
             keys += PLACE.pack(start - item.offset, len(item.key)) + item.key

@@ -22,11 +22,11 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_STOP_TOKEN_IDS = 4096
 MAX_PATTERN_SIZE = 256
-"""Largest `repetition_detection.max_pattern_size`: a new token is compared with as many tokens before it."""
+"""Largest `max_pattern_size`: each new token is compared with up to this number of earlier tokens."""
 MAX_SALT_CHARS = 256
-"""Maximum length of a `cache_salt` in characters: every sequence of a call has a copy."""
+"""Maximum characters of a `cache_salt`, which every sequence of a call copies."""
 REPORT_MODE = "kv_cache_report_mode"
-"""Key of `extra_args`: with `full`, KV events also report the cached blocks that the request reuses."""
+"""Key of `extra_args`. With `full`, KV events also report the cached blocks that a request reuses."""
 MIN_TEMPERATURE = 0.01
 MIN_BIAS, MAX_BIAS = -100.0, 100.0
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -46,7 +46,7 @@ class RequestOutputKind(Enum):
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
-    """Constraint of the generated text: exactly one kind, with options."""
+    """Constraint of the generated text: exactly one of the first six fields is set; the rest are options."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -88,7 +88,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
 
 class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True):
-    """Stop a generation that ends in `min_count` copies of a token pattern. Size 0 disables it."""
+    """Stop a generation that ends in `min_count` copies of one token pattern; `max_pattern_size` 0: off."""
 
     max_pattern_size: int = 0
     min_pattern_size: int = 0
@@ -184,7 +184,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Texts that must not be generated; a list after construction."""
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
-    """Whether to skip the prefix cache. None: only for prompt_logprobs, which need all positions computed."""
+    """Whether to skip the prefix cache. None: with prompt_logprobs, which need all positions computed."""
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int = 0
@@ -203,8 +203,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """Build params from an HTTP body. None means the default, except for max_tokens, where None stays
-        None. logit_bias may have string keys, and its values are clamped to [-100, 100]."""
+        """Build params from the fields of an HTTP body. A field that is None gets its default, except
+        `max_tokens`, where None means no limit. logit_bias may have string keys, and its values are clamped
+        to [-100, 100]."""
         values = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if "logit_bias" in values:
             values["logit_bias"] = _with_token_ids(values["logit_bias"])
@@ -398,7 +399,8 @@ _FLAT = (
 
 
 def _fail(name: str, rule: str, *got: object) -> NoReturn:
-    """Raise a RequestError `name rule, got value.`; a rule that begins with a dot names a subfield."""
+    """Raise a RequestError with the message `{name} {rule}, got {got}.` A rule that begins with a dot names a
+    field of `name`."""
     gap = "" if rule.startswith(".") else " "
     suffix = f", got {reprlib.repr(got[0])}" if got else ""
     raise RequestError(f"{name}{gap}{rule}{suffix}.", param=name.partition(".")[0])

@@ -42,7 +42,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, eq=False):
         row_bytes = len(self.data) // len(self)
         return bytearray(memoryview(self.data)[start * row_bytes : end * row_bytes])
 
-    def marks(self) -> list[int]:
+    def routing_ids(self) -> list[int]:
         """Return a number for each vector in place of a token id, for prefix matching by the router."""
-        marks: list[int] = (np.frombuffer(self.keys, np.uint64)[::2] >> np.uint64(32)).tolist()
-        return marks
+        ids: list[int] = (np.frombuffer(self.keys, np.uint64)[::2] >> np.uint64(32)).tolist()
+        return ids

@@ -27,13 +27,13 @@ class RepetitionCounts:
         """Number of tokens that the runs include, and the last of these tokens; -1 without one."""
 
     def is_repetition(self, output: NDArray[np.integer]) -> bool:
-        """Return whether the output, which usually has one more token than at the last call, ends in a
-        repetition. Any other output, such as the first after `min_tokens`, is counted from its start."""
+        """Return whether the output ends in a repetition. If it has one more token than at the last call,
+        only this token is counted; otherwise all tokens are counted again, as after `min_tokens`."""
         num_seen = self._num_seen
         if len(output) == num_seen + 1 and (not num_seen or output[-2] == self._last):
             self._add_last(output)
         else:
-            self._count_all(output)
+            self._start_over(output)
         self._num_seen = len(output)
         self._last = int(output[-1]) if len(output) else -1
         return bool((self._runs >= self._needed).any())
@@ -46,7 +46,7 @@ class RepetitionCounts:
         runs += 1
         runs *= before == output[last]
 
-    def _count_all(self, output: NDArray[np.integer]) -> None:
+    def _start_over(self, output: NDArray[np.integer]) -> None:
         backward = output[::-1]
         self._runs[:] = 0
         for place in range(min(len(self._runs), len(output) - self._min_size)):

@@ -22,7 +22,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     params: SamplingParams
     prompt_len: int
     limit: int
-    """Number of tokens at which the sequence ends (the minimum of max_tokens and max_model_len)."""
+    """Number of tokens at which the sequence ends: prompt and max_tokens, but at most max_model_len."""
     seed: int
     eos_id: int = -1
     """Token id of eos, which is not reported as stop_reason; -1 with ignore_eos."""
@@ -54,8 +54,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     offers: bool = False
     """Whether the sequence's prefix is kept for another engine when the sequence ends."""
 
-    # The fields below belong to the scheduler. A request that is resumed after the death of its core has
-    # `has_run`, `num_cached`, `num_prompt_logprobs`, `num_routed` and, in `tokens`, its output so far.
+    # The scheduler sets the fields below. Only for a request that is resumed after the death of its core, the
+    # API server process sets `has_run`, `num_cached`, `num_prompt_logprobs` and `num_routed`.
     row: int = -1
     num_preemptions: int = 0
     preempted_at: float = 0.0
@@ -73,7 +73,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     num_prompt_logprobs: int = 0
     """Number of prompt positions with delivered logprobs."""
     num_routed: int = 0
-    """Number of tokens with delivered experts, counted from the start of the prompt."""
+    """Number of tokens whose MoE experts were delivered, counted from the start of the prompt."""
     adapter_digest: bytes = b""
     """Digest of the LoRA adapter, once the adapter is loaded."""
     block_keys: list[bytes] = []

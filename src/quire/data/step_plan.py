@@ -34,19 +34,22 @@ def spread(starts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
 
 
 Verdict = Literal["", "complete", "eos", "error", "limit"]
-"""Result of a grammar for a token: the text continues (empty), the text is complete, the token is eos, the
-token is invalid (`error`), or the grammar exceeds the limits of the grammar library (`limit`)."""
+"""State of a grammar after a token. Empty: the text may continue; `complete`: the text is complete; `eos`:
+the token is eos; `error`: the token is invalid; `limit`: the grammar exceeds the limits of the grammar
+library."""
 
 
 class Masks(msgspec.Struct):
-    """Token masks of the rows of a step that a grammar constrains."""
+    """Bit masks of the allowed tokens, for the rows (running requests) of a step that a grammar
+    constrains."""
 
     rows: Ints = _NONE
     bits: NDArray[np.uint32] = _NO_BITS
     """Bit masks [masks, words]: token t is bit t % 32 of word t // 32. There may be fewer or more bits than
-    tokens."""
+    tokens in the vocabulary."""
     sample_index: Ints = _NONE
-    """Index, from 0, of the row's sample that each mask is for; empty: every mask is for the first sample."""
+    """Index of each mask's sample among the samples of its row, which has several samples if it has draft
+    tokens. Empty: every mask is for the first sample of its row."""
     pending: AsyncValue | None = None
     """Signal of the thread that fills `bits`; None if `bits` are complete."""
 
@@ -57,7 +60,8 @@ class Masks(msgspec.Struct):
 
 
 class Admission(msgspec.Struct):
-    """A request that is assigned to a row, with all its data for the worker, which are sent once."""
+    """A request that gets a row, which is its index in the batch state of the worker. It has all data of the
+    request for the worker, and is sent once."""
 
     row: int
     request_id: str
@@ -67,7 +71,8 @@ class Admission(msgspec.Struct):
     num_computed: int
     """Number of `token_ids` that are in the prefix cache."""
     block_ids: list[list[int]]
-    """Block ids by group of layers, equally many in each; 0: no block, because no token attends to it."""
+    """KV block ids for each group of layers (layers with the same attention window), equally many in each. 0:
+    no block, because no token attends to it."""
     params: SamplingParams
     seed: int
     """Random seed of the request; every sample is a function of (seed, position)."""
@@ -82,7 +87,8 @@ class Admission(msgspec.Struct):
     adapter: int = -1
     """Slot of the request's LoRA adapter; -1 without an adapter."""
     state: int = 0
-    """Slot of the checkpoint with the SSM states after `num_computed` tokens; 0 without a checkpoint."""
+    """Slot of the checkpoint (stored copy) of the SSM states after `num_computed` tokens; 0 without a
+    checkpoint."""
 
 
 class LoRAAssignment(msgspec.Struct):
@@ -93,11 +99,13 @@ class LoRAAssignment(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """One step. The order is: copy blocks to lower tiers, release rows, admit rows and copy their SSM states
-    from checkpoints, append blocks, set values, compute, then copy SSM states to checkpoints.
+    """The work of the worker in one step. The order is: copy KV blocks to lower tiers (host memory, disk),
+    release rows, admit rows and copy their SSM states from checkpoints, append blocks, set values, compute,
+    then copy SSM states to checkpoints.
 
     The previous step may still run. A token that the previous step samples is then an input of this step
-    before its value is on the host. With pipeline stages, a row waits for the value instead."""
+    before its value is on the host. With several pipeline stages, a row is planned only after the value of
+    its last token is known."""
 
     step: int
     released: list[int]
@@ -118,26 +126,28 @@ class StepPlan(msgspec.Struct):
     drafts: Ints = _NONE
     """Draft tokens of all rows, concatenated. Empty: the worker has proposed the draft tokens itself."""
     values: Ints = _NO_VALUES
-    """Rows and their last tokens, [2, rows], for pipeline stages that did not sample these tokens."""
+    """Rows and the values of their last tokens, [2, rows], for pipeline stages that did not sample these
+    tokens."""
 
     constrained: Ints = _NONE
-    """Rows that a grammar constrains. Their masks depend on tokens that may not be sampled yet: `Masks` are
-    sent later, and no row of the step samples before that."""
+    """Rows whose next token is constrained by a grammar or a reasoning budget. Their masks depend on tokens
+    that may not be sampled yet, so `Masks` are sent later. No row of the step samples before they arrive."""
 
     adapters: list[LoRAAssignment] = []
     """LoRA adapters to copy into slots before computing; each worker has read them from disk already."""
 
-    forgotten: list[bytes] = []
+    evicted_media: list[bytes] = []
     """Keys of media items to remove from the encoder cache, before items are encoded."""
     encodes: list[MediaItem] = []
-    """Media items to encode first; their vectors stay in the encoder cache until they are `forgotten`."""
+    """Media items to encode before computing. Their vectors (encoder outputs) stay in the encoder cache until
+    they are in `evicted_media`."""
 
     stores: BlockStores | None = None
     """Blocks to copy to lower tiers of the KV cache before anything else; None for no blocks."""
 
     saves: Ints = _NO_VALUES
-    """Checkpoints to take after computing, [3, checkpoints]: the rows, the slots that their SSM states are
-    copied to, and the number of computed tokens of each row."""
+    """Checkpoints of SSM states to take after computing, [3, checkpoints]: the rows, the slots that their
+    states are copied to, and the number of computed tokens of each row."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each engine of the data-parallel group; empty if this engine steps alone. A plan
@@ -209,7 +219,7 @@ class StepResult(msgspec.Struct):
     """By row and new token, the ids that were left to sample from after top_k, top_p and min_p; empty unless
     requests return them."""
     routes: StepRoutes | None = None
-    """The experts of all tokens of the step; None unless requests return experts."""
+    """The MoE experts that all tokens of the step were routed to; None unless requests return experts."""
 
 
 class Pending(Protocol):
@@ -236,13 +246,14 @@ class FinishReason(msgspec.Struct):
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     keeps_last: bool = False
-    """Whether a stopped sequence keeps its last token: the grammar was complete, without a stop token."""
+    """Whether the last token of a stopped sequence is part of its output. It is if the grammar was complete,
+    and is not if the token is a stop token."""
     kv_transfer: dict[str, Any] | None = None
     """The `kv_transfer_params` for the client, if the sequence's prefix is kept for another engine."""
 
 
 class FirstRun(msgspec.Struct):
-    """First run of a request. Times are monotonic seconds."""
+    """Facts about a request that was scheduled for the first time. Times are monotonic seconds."""
 
     num_cached: int
     """Number of prompt tokens found in the prefix cache."""
@@ -277,7 +288,7 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     sampling_masks: dict[str, list[list[int]]] = {}
     """By request and new token, the ids that were left to sample from after top_k, top_p and min_p."""
     routed: dict[str, RoutedRows] = {}
-    """Experts of the tokens that each request has computed since its last output."""
+    """MoE experts of the tokens that each request has computed since its last output, by request id."""
     pooled: dict[str, Pooled] = {}
     """Outputs of a pooling model; these requests are also in `finished`."""
     admitted: dict[str, FirstRun] = {}
@@ -285,7 +296,8 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     resumed: dict[str, float] = {}
     """Seconds for which each resumed request was preempted."""
     shares: dict[str, float] = {}
-    """Share of the step's seconds by timed request, in proportion to the request's tokens."""
+    """By id of each request with `Request.timed`: its share of the duration of the step in seconds, in
+    proportion to its tokens."""
     at: float = 0.0
     """Monotonic time of the end of the step."""
     stats: StepStats = msgspec.field(default_factory=StepStats)

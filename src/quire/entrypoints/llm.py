@@ -381,14 +381,6 @@ class LLM(LLMControl):
             raise RequestError("metrics are off: construct the LLM with disable_log_stats=False")
         return self.llm_engine.metrics.snapshot()
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes. Return False while requests hold blocks, unless
-        `reset_running_requests` aborts them."""
-        if reset_running_requests:
-            self.llm_engine.abort_request(self._queued)
-            self._queued.clear()
-        return super().reset_prefix_cache(reset_connector=reset_connector)
-
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory: level 1 moves the weights to host memory and drops the KV cache, level 2 drops
         both, level 0 only pauses. Queued requests are aborted (`abort`), completed first (`wait`) or resumed

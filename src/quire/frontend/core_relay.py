@@ -62,7 +62,8 @@ class _Distributor(OutputProcessor):
 
 
 class CoreRelay:
-    """The owner of the connection to an engine core, which sends and receives encoded messages only."""
+    """Runs requests of other processes on one engine core. It passes on encoded messages and does not process
+    outputs."""
 
     def __init__(
         self, address: str, token: str, *, health_timeout_s: float, on_end: Callable[[], object]
@@ -98,7 +99,7 @@ class CoreRelay:
         self.check()
         add = decode_to_core(data)
         assert isinstance(add, Add)
-        ids = [*(request.id for request in add.requests), *(id for id, _ in add.siblings)]
+        ids = [request.id for request in add.all()]
         stream = _Stream(ids)
         self._streams |= dict.fromkeys(ids, stream)
         self.link.send(add)

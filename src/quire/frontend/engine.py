@@ -79,7 +79,8 @@ class AsyncEngine:
     ) -> None:
         """Set up the connections, which `start` opens. `addresses` are those of the cores by rank, which
         expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are for the
-        router. With `resumes`, requests with output continue after the death of their core."""
+        router. With `cores_return`, requests wait for the restart of a dead core. With `resumes`, requests
+        with output continue after the death of their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -100,7 +101,7 @@ class AsyncEngine:
         self._pages = [metrics.pages.of_engine(place) for place in range(len(self._links))]
         self._flights: dict[str, RequestInFlight] = {}
         self._sending, self._is_sending = TurnBudget(), False
-        """The budget, and whether the next turn of the event loop sends waiting requests."""
+        """Time budget for sending in one turn of the event loop, and whether the next turn sends requests."""
         self._abandoned = TurnQueue[tuple[str, RequestInFlight]](self._end_abandoned)
         self._numbers = itertools.count()
         self._tag = uuid.uuid4().hex[:8]
@@ -462,7 +463,7 @@ class AsyncEngine:
     def metrics_text(self) -> str:
         return self.metrics.text()
 
-    def count_exchange(self, exchange: Exchange) -> None:
+    def observe_exchange(self, exchange: Exchange) -> None:
         self.metrics.pages.observe_http(exchange)
 
     def snapshot(self) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class Owner(Protocol):
 
 
 class EngineLink(ABC):
-    """A connection with the outputs that it receives and the state of its other end."""
+    """A connection to an engine core or a fleet, with the processor of its outputs and the state of the
+    core."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ log = get_logger(__name__)
 PING_INTERVAL_S = 1.0
 PING_TIMEOUT_S = 10.0
 _FORGETTING = frozenset({"reset_prefix_cache", "reset_running", "pause", "sleep", "commit_weights"})
-"""Control methods after which prefixes may not be cached any more."""
+"""Control methods after which the prefixes of earlier prompts may not be cached any more."""
 
 
 class ReplicaLost(EngineDead):
@@ -138,7 +138,7 @@ class FleetLink(EngineLink):
 
     def _begin(self, add: Add) -> None:
         first = add.requests[0]
-        ids = [*(request.id for request in add.requests), *(id for id, _ in add.siblings)]
+        ids = [request.id for request in add.all()]
         route = self.routes.route(
             first.id,
             prefix_tokens(first),

@@ -34,9 +34,9 @@ class FleetRoutes:
         """`max_num_seqs` is that of one replica; `policy` is a routing policy of `Router`."""
         self._router = Router(0, block_size=block_size, max_num_seqs=max_num_seqs, policy=policy)
         self._places: dict[str, int] = {}
-        """Core of the router by name of the replica."""
+        """Index of each replica among the router's cores, by name."""
         self._free: list[int] = []
-        """Cores of replicas that are gone."""
+        """Indices of replicas that are gone, for new replicas."""
         self._adapters: dict[str, Collection[str]] = {}
         self._reported: dict[str, Mapping[str, float]] = {}
         """Last report of each replica over the control plane."""
@@ -68,7 +68,7 @@ class FleetRoutes:
                 self._adapters[name] = adapters
                 if report and self._reported.get(name) is not report:
                     self._reported[name] = report
-                    # Outputs of own requests contain newer numbers than reports.
+                    # Outputs of requests of this process contain newer numbers than reports.
                     if not self._router.cores[place].num_local:
                         self._router.update_load(place, **report)
 

@@ -37,7 +37,6 @@ class RequestInFlight:
     rank: int | None
     """Data-parallel rank that the request must go to; None: any."""
     account: KeyAccount | None = None
-    """Account of the API key."""
     stream: OutputStream[Any] | None = None
     link: EngineLink | None = None
     """Connection to the request's core; None while the request waits for one."""
@@ -152,8 +151,8 @@ def failure(finish: FinishReason) -> QuireError:
 def prefix_tokens(request: Request) -> list[int]:
     """Return the prompt as numbers for prefix matching: embeddings and media are replaced by their hashes."""
     if request.embeds is not None:
-        return request.embeds.marks()
-    return request.tokens if request.media is None else request.media.marks(request.tokens)
+        return request.embeds.routing_ids()
+    return request.tokens if request.media is None else request.media.routing_ids(request.tokens)
 
 
 def affinity(request: Request) -> dict[str, str | None]:

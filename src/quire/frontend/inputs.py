@@ -92,7 +92,7 @@ class Prompt:
     media: Media | None = None
     """Images, videos and audio, with placeholder tokens among the token ids."""
     prepared: Sequence[PreparedItem] = ()
-    """The prepared items of `media`."""
+    """Prepared items of `media`, to process them again if their arrays are lost."""
     hints: CacheHints | None = None
 
 
@@ -194,7 +194,7 @@ class InputProcessor:
         return self.parse(prompt, prepared=prepared, **options)
 
     def _place_media(self, prompt: Prompt, prepared: Sequence[PreparedItem]) -> Prompt:
-        """Insert the placeholder tokens of the media."""
+        """Insert the placeholder tokens of the media into the prompt, and set its `media`."""
         if not prepared:
             if self.media.prefix and self.pooling is not None:  # text prompts are bidirectional, too
                 prompt.media = self.media.joined(prompt.token_ids, Media([]))

@@ -207,7 +207,7 @@ class OutputBuffer:
 
 
 class _Pieces:
-    """The deltas of one choice."""
+    """The deltas of one completion of a request, which are joined when they are read."""
 
     __slots__ = ("_last", "_texts", "_token_ids", "_logprobs")
 

@@ -46,7 +46,7 @@ def pools(pooling: PoolingFacts | None, what: str) -> PoolingFacts:
 
 
 def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | None) -> PoolingParams:
-    """Check params against the model and fill in its defaults."""
+    """Check params against the model, and fill in the defaults of the model."""
     params = params.clone()
     params.task = params.task or pooling.tasks[0]  # type: ignore[assignment]
     kind = str(params.task).removeprefix("token_")
@@ -111,7 +111,8 @@ def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
 
 
 def reads_pairs(pooling: PoolingFacts) -> bool:
-    """Return whether the model is a cross-encoder; an embedding model scores by `similarity`."""
+    """Return whether the model is a cross-encoder, which scores two texts in one prompt. An embedding model
+    scores by `similarity`."""
     if pooling.task == "embed":
         return False
     if pooling.head:

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 NUM_BUCKETS, WAYS = 1 << 15, 4
 """Size of the table: prefixes of thousands of long prompts in 1 MiB."""
 _EVEN = 32
-"""Blocks up to which every depth is stored; beyond, depths are a 16th to a 32nd of the depth apart."""
+"""Up to this number of blocks, prefixes of every length are stored. The lengths of longer prefixes are a 16th
+to a 32nd of the length apart."""
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _CORE_BITS, _HOME = np.uint64(16), 1 << 15
 _CORE, _MARK = np.uint64(_HOME - 1), np.uint64(2 * _HOME - 1)
-"""Low bits of an entry: the core, and whether this core is the home of the prefix. The rest is the key."""
+"""Low bits of a table entry: the core, and whether this core is the home (first core) of the prefix. The
+other bits are those of the key."""
 
 Keys = NDArray[np.uint64]
 
@@ -34,7 +36,8 @@ class PrefixKeys:
         self._powers: Keys = np.empty(0, np.uint64)
 
     def of(self, token_ids: Sequence[int], extra: str | None) -> tuple[list[int], Keys]:
-        """Return the depths in tokens and their keys, in ascending order. The last token is never cached."""
+        """Return the lengths in tokens of the stored prefixes of a prompt, ascending, and their keys. They
+        never include the last token, which is not cached."""
         num_blocks = (len(token_ids) - 1) // self.block_size
         if num_blocks < 1:
             return [], np.empty(0, np.uint64)
@@ -59,12 +62,11 @@ class PrefixKeys:
 
 
 class PrefixMap:
-    """The cores that prefixes were sent to, by key: the home of each, and other cores.
+    """The cores that prefixes were sent to, by key: the first core (home) of each prefix, and other cores.
 
     A hash table with few entries per bucket, of which the oldest is replaced. Without a file the table is
-    private to this process. Processes that share the table write without locks: a race loses an entry, but
-    no request.
-    """
+    private to this process. Processes that share the table write without locks: a race loses an entry, but no
+    request."""
 
     def __init__(self, file: Path | None = None, *, num_buckets: int = NUM_BUCKETS) -> None:
         if file is None:

@@ -9,7 +9,8 @@ import numpy as np
 from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap, key_of_session
 
 SLACK_ROWS = 1 / 16
-"""Fraction of max_num_seqs by which the load of a core with the whole prompt cached may exceed the least."""
+"""Fraction of max_num_seqs by which the load of a core with the whole prompt cached may exceed the load of
+the least busy core."""
 SESSION_SLACK_ROWS = 1 / 2
 """Fraction of max_num_seqs by which the load of a session's core may exceed the least load."""
 SLACK_SHARE = 0.1
@@ -21,7 +22,8 @@ PRESSURE = 6.0
 
 
 class Prefix(NamedTuple):
-    """The prefixes of a prompt: their depths in tokens and their keys, and the length of the prompt."""
+    """The prefixes of a prompt: their lengths in tokens (`depths`) and their keys, and the length of the
+    prompt."""
 
     depths: list[int]
     keys: Keys

@@ -24,7 +24,6 @@ class ScoreInput:
 
     message: Mapping[str, Any]
     items: list[MediaInput]
-    """Media of the input."""
     prepared: list[PreparedItem] = field(default_factory=list)
     """Processed media."""
     arguments: Mapping[str, Any] | None = None
@@ -72,7 +71,8 @@ def sides_prompt(
 
 
 def named_inputs(firsts: list[Any], seconds: list[Any]) -> list[tuple[str, Any]]:
-    """Return the inputs of both sides of a score, each with its name for errors."""
+    """Check the numbers of inputs, and return those of both sides of a score, each with its name for
+    errors."""
     pairs(firsts, seconds)
     return [
         (f"data_{number}[{at}]" if len(side) > 1 else f"data_{number}", item)

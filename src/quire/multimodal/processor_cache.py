@@ -175,6 +175,7 @@ class ProcessorCache:
                 "Check that /dev/shm is large enough and shared by all containers"
             )
             self._is_shared = False
+            arena.reset_receiver()  # the core has not taken what was sent, so it never releases it
         sent: list[MediaItem] = []
         for item in media.items:
             if item.stored is not None and self._is_shared:

@@ -21,7 +21,7 @@ from quire.sched.spec import NO_DRAFTS, Drafting, Drafts
 
 
 class Admitter:
-    """Holds the requests without a row and chooses those that get one."""
+    """Has the queue of waiting requests, and chooses those that get a row, which means that they run."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Admitter:
         self.waiting = ReadyQueue(queue, checks)
 
     def record_time(self, flight: StepInFlight) -> None:
-        """Update the pace estimates with the duration of a step."""
+        """Update the estimated costs of drafts and prompt tokens with the duration of a step."""
         if self.drafting is not None:
             self.drafting.record_time(flight)
         if self.shares is not None:
@@ -83,8 +83,8 @@ class Admitter:
             limits.paced_tokens = num_decodes + self.prefill_limit.limit(limits.max_tokens)
 
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
-        """Divide the tokens of a step between the rows of `running.order`. With `admits`, tokens may be left
-        for the next waiting request."""
+        """Return how many of its `pending` tokens each row of `running.order` computes in the next step. With
+        `admits`, tokens may be left for the next waiting request."""
         self._limit_prompts(pending)
         if self.kv.states is not None:
             pending = self.kv.states.limit(self.running, pending)
@@ -137,12 +137,13 @@ class Admitter:
         return left
 
     def charge(self, chunks: Ints) -> None:
-        """Charge the tenants of the running rows, in order, for `chunks` tokens."""
+        """Count `chunks`, the new tokens of the rows in `running.order`, for the tenants of these rows."""
         if self.shares is not None:
             self.shares.charge(self.running.tenant[self.running.order], chunks)
 
     def row_to_preempt(self) -> int | None:
-        """Return the row to preempt for the next request if its tenant is below its fair share."""
+        """Return the row to preempt for the next waiting request, if the tenant of this request is below its
+        fair share."""
         kv, order = self.kv, self.running.order
         if (
             self.shares is None
@@ -217,7 +218,7 @@ class Admitter:
     def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
         """Admit the next suspect of a failed step alone; it runs alone until it has a new token."""
         request = self.fault_isolation.next_suspect
-        if len(self.running) or self.checks.must_wait(request, alone=True):
+        if len(self.running) or self.checks.hold_back(request, alone=True):
             return []
         self.waiting.remove(request)
         hit = self.kv.lookup(request)

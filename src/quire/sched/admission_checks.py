@@ -9,11 +9,12 @@ from quire.sched.queues import WaitingQueue
 
 
 class AdmissionCheck(Protocol):
-    """Something that requests may have to wait for before they get a row: a grammar, a LoRA adapter."""
+    """A condition that requests may have to wait for before they get a row (run): a compiled grammar, a
+    loaded LoRA adapter, or KV blocks from lower tiers."""
 
     needs_recheck: bool
-    """Whether a held request may be admissible now; set by the check and reset by
-    `AdmissionChecks.take_needs_recheck`."""
+    """Whether a request that this check holds back may be admissible now. The check sets it, and
+    `AdmissionChecks.take_needs_recheck` resets it."""
 
     @property
     def futures(self) -> Collection[Future[Any]]:
@@ -22,8 +23,10 @@ class AdmissionCheck(Protocol):
     def add(self, request: Request) -> None:
         """Add a request that has arrived and waits."""
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
-        """Whether the request cannot be admitted now. With `alone`, no other request runs or is admitted."""
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
+        """Hold the request back if it cannot be admitted now, and return whether it is. The check may begin
+        what the request needs, such as a copy of its KV blocks. With `alone`, no other request runs or is
+        admitted."""
 
     def enter(self, request: Request) -> None:
         """Record that the request gets a row."""
@@ -49,8 +52,8 @@ class AdmissionChecks:
         for check in self._checks:
             check.add(request)
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
-        return any(check.must_wait(request, alone=alone) for check in self._checks)
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
+        return any(check.hold_back(request, alone=alone) for check in self._checks)
 
     def enter(self, request: Request) -> None:
         for check in self._checks:
@@ -78,7 +81,8 @@ class AdmissionChecks:
         return bool(futures) and bool(wait(futures, timeout_s, FIRST_COMPLETED).done)
 
     def take_needs_recheck(self) -> bool:
-        """Return whether a held request may have become admissible since the last call."""
+        """Return whether a held request may have become admissible since the last call, and reset this
+        flag."""
         needs_recheck = any(check.needs_recheck for check in self._checks)
         for check in self._checks:
             check.needs_recheck = False
@@ -102,7 +106,7 @@ class ReadyQueue:
             self._put_back()
         while len(self._queue):
             request = self._queue.peek()
-            if not self._checks.must_wait(request):
+            if not self._checks.hold_back(request):
                 return request
             self._held[request.id] = self._queue.pop()
         return None

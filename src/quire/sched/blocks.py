@@ -1,8 +1,8 @@
 """Entries of the prefix cache: reference counts, the free list and the index.
 
-An entry is a `Block`. Its contents are pages of one group of layers, or the states of all layers after a
-prefix. A `BlockPool` holds the entries with the same kind of contents in one place. Pools may share an index,
-in which the key of an entry names its prefix and its contents."""
+An entry is a `Block`. It contains the KV of consecutive tokens in one group of layers, or the SSM states of
+all layers after a prefix. A `BlockPool` has all entries of one of these kinds on one device. Pools may share
+an index, in which the key of an entry identifies its prefix and its kind."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -12,7 +12,8 @@ SALTED = b"salt"
 
 
 class Block:
-    """A block of a pool. Free blocks are linked in the order in which they will be reused."""
+    """A KV block, or a slot for SSM states. Free blocks are linked in the order in which they will be
+    reused."""
 
     __slots__ = ("id", "key", "next", "num_users", "prev")
 
@@ -85,8 +86,8 @@ class FreeList:
 
 
 class BlockPool:
-    """All blocks with one kind of contents in one place. Block 0 is never handed out: padding may read and
-    write it."""
+    """All entries of one kind: KV blocks, or slots for SSM states. Block 0 is never allocated: padding may
+    read and write it."""
 
     def __init__(self, num_blocks: int, index: dict[bytes, Block] | None = None) -> None:
         """Build the pool. `index` may be shared with other pools if their keys differ."""

@@ -14,7 +14,8 @@ from quire.sched.running import Running
 
 
 class ArrayStore:
-    """Stores the arrays of the multimodal items of all current requests by key, each once."""
+    """Stores the arrays (encoder inputs) of the multimodal items of all current requests by key, each
+    once."""
 
     def __init__(self) -> None:
         self._arrays: dict[bytes, Arrays] = {}
@@ -77,7 +78,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _PlannedUse:
-    """Vectors that a step would hold and encode if it took the items considered so far."""
+    """Vectors that would be held, and encoded, if a step computed tokens of the items considered so far."""
 
     num_held: int
     num_encoded: int
@@ -85,7 +86,7 @@ class _PlannedUse:
 
 
 class EncoderCache:
-    """Records which rows hold the vectors of which items, by key.
+    """Records which rows (running requests) hold the vectors (encoder outputs) of which items, by key.
 
     An item is encoded in one piece by the step that first computes one of its tokens. The row holds its
     vectors until the last of these tokens is computed. Vectors that no row holds stay until their space is
@@ -95,8 +96,8 @@ class EncoderCache:
         self, *, size: int = 0, max_encoded: int | None = None, undivided_items: bool = False
     ) -> None:
         """`size` is the capacity in vectors. It also limits the vectors encoded per step, unless
-        `max_encoded` is less. A larger item is encoded alone. With `undivided_items`, an item is not divided
-        between steps."""
+        `max_encoded` is less. An item that exceeds this limit is encoded alone. With `undivided_items`, the
+        tokens of an item are not divided between steps."""
         self.size = size
         self.max_encoded = size if max_encoded is None else max_encoded
         self.undivided_items = undivided_items
@@ -108,7 +109,7 @@ class EncoderCache:
         self._unused: dict[bytes, None] = {}
         """Keys of the vectors that no row holds, oldest first."""
         self._encodes: list[MediaItem] = []
-        self._forgotten: list[bytes] = []
+        self._evicted: list[bytes] = []
 
     # ---- adding and removing requests
 
@@ -232,8 +233,8 @@ class EncoderCache:
     def _undivided(
         self, spans: list[tuple[int, int]], start: int, chunk: int, limits: StepLimits
     ) -> tuple[int, int]:
-        """Return the chunk if it does not end inside a span. Otherwise return the tokens before the span, and
-        the tokens needed to include it. A span larger than any step is divided anyway."""
+        """Return the tokens before the span in which the chunk ends, and the tokens that include the whole
+        span. Both equal the chunk if it ends in no span, or in a span that is larger than any step."""
         end = start + chunk
         for first, behind in spans:
             if first < end < behind and behind - max(start, first) <= limits.max_chunk:
@@ -284,33 +285,33 @@ class EncoderCache:
     def _encode(self, item: MediaItem) -> None:
         num_vectors = item.num_vectors
         while self._unused and self.num_kept + num_vectors > self.size:
-            self._forget(next(iter(self._unused)))
+            self._evict(next(iter(self._unused)))
         self._entries[item.key] = _Entry(num_vectors)
         self.num_kept += num_vectors
         self.num_encoded += num_vectors
         self._encodes.append(self.arrays.with_arrays(item))
 
-    def _forget(self, key: bytes) -> None:
+    def _evict(self, key: bytes) -> None:
         del self._unused[key]
         self.num_kept -= self._entries.pop(key).num_vectors
-        self._forgotten.append(key)
+        self._evicted.append(key)
 
     def take_changes(self) -> tuple[list[bytes], list[MediaItem]]:
         """Return the keys to evict and the items to encode in the step that was planned."""
-        changes, self._forgotten, self._encodes = (self._forgotten, self._encodes), [], []
+        changes, self._evicted, self._encodes = (self._evicted, self._encodes), [], []
         self.num_encoded = 0
         return changes
 
     def reset(self) -> bool:
         """Evict the vectors that no row holds; return whether the cache is empty."""
         for key in list(self._unused):
-            self._forget(key)
+            self._evict(key)
         return not self._entries
 
     def forget_all(self, unsent_evictions: Iterable[bytes] = ()) -> None:
-        """Forget all entries because the state of the worker is unknown. `unsent_evictions` are
-        keys of evictions that the worker may not have received. All rows are about to leave."""
-        self._forgotten = list(dict.fromkeys([*self._forgotten, *unsent_evictions, *self._entries]))
+        """Forget all vectors because the state of the worker is unknown. `unsent_evictions` are keys of
+        evictions that the worker may not have received. The caller releases all rows afterwards."""
+        self._evicted = list(dict.fromkeys([*self._evicted, *unsent_evictions, *self._entries]))
         self._entries, self._unused, self._encodes, self.rows = {}, {}, [], {}
         self.num_held = self.num_kept = self.num_encoded = 0
 

@@ -25,7 +25,6 @@ class Capacity(NamedTuple):
     max_rows: int
     num_blocks: int
     needed_blocks: int
-    """Blocks that the request needs."""
     block_size: int
     shares_prefixes: bool
 
@@ -57,10 +56,10 @@ class FairShare:
     def row_to_preempt(
         self, request: Request, running: Running, num_held: Ints, capacity: Capacity
     ) -> int | None:
-        """Return the row to preempt for a request that does not fit, or None. `num_held` is the number of
-        blocks of each row in order. The row's tenant is above its fair share and leads the request's tenant
-        by at least the tokens to recompute, so rows are not preempted back and forth. The request's tenant
-        stays within its own share, unless it has no row."""
+        """Return the row to preempt for a request that does not fit, or None. `num_held` has the number of
+        blocks of each row of `running.order`. The tenant of the preempted row is above its fair share and
+        leads the request's tenant by at least the tokens to recompute, so rows are not preempted back and
+        forth. The request's tenant stays within its own share, unless it has no row."""
         tenants = running.tenant[running.order]
         rows = self._by_tenant(tenants, np.ones(len(tenants)))
         blocks = self._by_tenant(tenants, num_held)

@@ -15,7 +15,8 @@ class FaultIsolation:
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.suspects: OrderedDict[str, Request] = OrderedDict()
-        """Suspects by request id, the next to be tried first. Those without a row are also queued."""
+        """Suspects by request id, the next to be tried first. A suspect that has no row is also in the
+        waiting queue."""
         self._failed: tuple[int, int] | None = None
         """Rows and tokens of the failed step, until its cause is found."""
 
@@ -27,7 +28,8 @@ class FaultIsolation:
         return next(iter(self.suspects.values()))
 
     def isolate(self, requests: list[Request], num_rows: int, num_tokens: int) -> None:
-        """Start the isolation after a step of several requests failed; `requests` are those still present."""
+        """Start the isolation after a step of several requests failed; `requests` are those that have not
+        ended."""
         self.suspects |= {request.id: request for request in requests}
         self._failed = (num_rows, num_tokens) if requests else None
 

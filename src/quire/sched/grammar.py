@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 Bits = NDArray[np.uint32]
 _MAX_INLINE_MASKS = 4
-"""Up to this number, masks are filled faster than a thread would start."""
+"""Up to this number of masks, filling them takes less time than starting a thread."""
 _NUM_BUFFERS = 3
 """Number of mask buffers: two steps are in flight, and each may read its buffer until it is over."""
 
@@ -42,7 +42,8 @@ class GrammarCompiler(Protocol):
         """Return the width of a mask in 32-bit words, once there is a matcher."""
 
     def fill(self, matchers: Sequence[tuple[Any, int]], bits: Bits) -> None:
-        """Set a bit for each token allowed next, in the row of `bits` paired with each matcher."""
+        """Set the bits of the allowed next tokens: for each pair of a matcher and an index, in this row of
+        `bits`."""
 
     def advance(self, moves: Sequence[tuple[Any, int]]) -> list[Verdict]:
         """Advance each matcher by a token and return the verdicts."""
@@ -66,7 +67,7 @@ class _MaskJob(NamedTuple):
         self.add()
 
     def add(self) -> None:
-        """Set the bits of the additional tokens."""
+        """Set the bits of the tokens that are allowed in addition to those of the matchers."""
         for token_id, at in self.extra_tokens:
             self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
 
@@ -80,7 +81,8 @@ def _fill(grammars: GrammarCompiler, job: _MaskJob, done: AsyncValue) -> None:
 
 
 class Constraints:
-    """The constrained requests. A request waits until its grammar is compiled; other requests overtake it."""
+    """The requests constrained by a grammar or a reasoning budget, with their states and masks. A request
+    waits until its grammar is compiled; other requests overtake it."""
 
     def __init__(self, grammars: GrammarCompiler | None) -> None:
         self._grammars = grammars
@@ -110,7 +112,7 @@ class Constraints:
         elif params.thinking_token_budget is not None:
             self._states_by_id[request.id] = grammar_state_of(request, None)
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
         return request.id in self._compiling
 
     def enter(self, request: Request) -> None:
@@ -149,7 +151,7 @@ class Constraints:
     # ---- masks
 
     def launch(self, running: Running, flight: StepInFlight) -> None:
-        """Note the constrained rows of a new plan."""
+        """Set the constrained rows of a new plan, and queue its step to get masks."""
         if not self._states_by_id:
             return
         plan = flight.plan
@@ -178,7 +180,8 @@ class Constraints:
             job.fill(self._grammars)
 
     def masks(self) -> Masks:
-        """Return the begun masks, which may still be filling. They are valid for two more plans."""
+        """Return the masks that `begin` started to fill; they may not be complete yet. Their buffer is reused
+        after two more plans."""
         assert self._job is not None
         masks, self._job = self._job.masks, None
         self._awaiting.popleft()
@@ -197,8 +200,8 @@ class Constraints:
             self._thread.wait()
 
     def _next_job(self, running: Running) -> _MaskJob | None:
-        """Return the masks of the oldest step, without rows that have ended; None while tokens are
-        unknown."""
+        """Return the masks of the oldest step, without rows that have ended. None: they depend on sampled
+        tokens that are not known yet."""
         flight = self._awaiting[0]
         rows, alive = flight.plan.constrained, flight.alive(running)
         if not alive.all():
@@ -213,8 +216,8 @@ class Constraints:
         return _MaskJob(Masks(rows, self._bits(len(rows), matched)), matched, [])
 
     def _grammar_matchers(self, running: Running, rows: RowIds) -> list[GrammarMatcher] | None:
-        """Return the matchers of rows constrained by a grammar alone; None if there are other rows. The
-        result is cached, as rows rarely change."""
+        """Return the matchers of rows constrained by a grammar alone; None if a row has another constraint
+        now. The result is cached, as rows rarely change."""
         key = rows.tobytes() + running.admission[rows].tobytes()
         if key != self._matchers_key:
             of_rows = [self._states_by_id[id].grammar_matcher for id in running.ids[rows].tolist()]
@@ -267,8 +270,8 @@ class Constraints:
         return MaskThread("quire-masks")
 
     def advance(self, step_tokens: StepTokens) -> dict[int, Verdict]:
-        """Advance the grammar states by the new tokens of their rows. Return, by index, the tokens at which a
-        grammar ended."""
+        """Advance the grammar states by the new tokens of their rows. Return the verdicts of the tokens at
+        which a grammar ended, by index of the token."""
         ended: dict[int, Verdict] = {}
         if not self._states_by_id:
             return ended

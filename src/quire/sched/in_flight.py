@@ -15,7 +15,8 @@ from quire.sched.step_tokens import StepTokens
 
 @dataclass(slots=True)
 class Notes:
-    """Events since the last plan, handed over with the next plan."""
+    """Events since the last plan, which become part of the next step: released rows, requests that ran for
+    the first time, resumed requests with the seconds of their preemption, and statistics."""
 
     released: list[int] = field(default_factory=list)
     admitted: dict[str, FirstRun] = field(default_factory=dict)
@@ -30,7 +31,6 @@ class StepInFlight:
     plan: StepPlan
     notes: Notes
     rows: RowIds
-    """The rows of the plan."""
     starts: Ints
     """Number of tokens of each row computed before the step."""
     admissions: NDArray[np.int64]
@@ -47,7 +47,8 @@ class StepInFlight:
         return alive
 
     def count(self, running: Running, sampled: RowIds, pooled: RowIds) -> StepStats:
-        """Count the step's tokens, before the sampled tokens are filled in."""
+        """Return the statistics of the step with its token counts. The sampled tokens must not be filled in
+        yet."""
         stats = self.notes.stats
         first = pooled if len(pooled) else sampled[running.prompt_len[sampled] == running.num_known[sampled]]
         if len(first):
@@ -71,7 +72,8 @@ class StepInFlight:
         return dict(zip(running.ids[self.rows[timed]].tolist(), seconds.tolist(), strict=True))
 
     def step_tokens(self, running: Running, result: StepResult) -> StepTokens:
-        """Return the result without the rows of requests that have ended meanwhile."""
+        """Return the new tokens and other results of the step, without the rows of requests that have ended
+        meanwhile."""
         rows, plan, alive = self.rows, self.plan, self.alive(running)
         sampled = rows if len(plan.sampling_rows) == len(rows) else rows[plan.samples]
         num_drafts = plan.num_drafts[plan.samples] if len(plan.num_drafts) else plan.num_drafts
@@ -82,19 +84,16 @@ class StepInFlight:
             sampled = rows[plan.samples & alive]
             remaining_rows, is_kept = set(rows[alive].tolist()), alive[plan.samples]
             counts, drafted = result.counts, result.drafted
+            by_row = {
+                name: {row: value for row, value in getattr(result, name).items() if row in remaining_rows}
+                for name in ("logprobs", "prompt_logprobs", "aligned", "sampling_masks")
+            }
             result = StepResult(
                 token_ids=result.token_ids[np.repeat(is_kept, counts) if len(counts) else is_kept],
                 counts=counts[is_kept] if len(counts) else counts,
                 drafted=drafted[is_kept] if len(drafted) else drafted,
-                logprobs={row: value for row, value in result.logprobs.items() if row in remaining_rows},
-                prompt_logprobs={
-                    row: value for row, value in result.prompt_logprobs.items() if row in remaining_rows
-                },
-                aligned={row: value for row, value in result.aligned.items() if row in remaining_rows},
-                sampling_masks={
-                    row: value for row, value in result.sampling_masks.items() if row in remaining_rows
-                },
                 routes=result.routes,
+                **by_row,
             )
             num_drafts = num_drafts[is_kept] if len(num_drafts) else num_drafts
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}

@@ -35,8 +35,8 @@ class GroupKind(NamedTuple):
 
 
 class KVEvents:
-    """The events since the last batch. An event is a change of an index: blocks are reported when the step
-    that fills them is planned, and removed when no request can find them any more."""
+    """Collects KV cache events and publishes them in batches. Blocks are reported as stored when the step
+    that fills them is planned, and as removed when requests cannot find them any more."""
 
     def __init__(self, sink: EventSink, *, block_size: int, kinds: Sequence[GroupKind | None]) -> None:
         """Build the collector. `kinds` describes each group of layers; a group of SSM states comes last.
@@ -106,7 +106,8 @@ class KVEvents:
             self.stored(request, tokens, group, stored)
 
     def loaded(self, request: Request, places: Iterable[int], blocks: Iterable[Block]) -> None:
-        """Report blocks of a request that were copied to the device; not those without a key."""
+        """Report blocks of a request that were copied to the device. `places` are their block numbers in the
+        prompt. Blocks without a key are not reported: they are not in the index."""
         by_group: dict[int, list[int]] = {}
         for place, block in zip(places, blocks, strict=True):
             if block.key is not None:

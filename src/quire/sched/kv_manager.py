@@ -35,17 +35,16 @@ class Hit(NamedTuple):
 
     num_tokens: int
     blocks: list[Table]
-    """Tables by group. None: the block lies before the sliding window, or no layer has pages."""
+    """Block tables by layer group. None: the block is before the sliding window, or no layer has pages."""
     num_seen: int = 0
-    """Number of tokens with cached pages; more than `num_tokens` if there is no checkpoint of states
-    after them."""
+    """Number of tokens with cached pages, more than `num_tokens` if no checkpoint of states follows them."""
 
 
 class Growth(NamedTuple):
     """The blocks that rows need for more tokens."""
 
     lengths: Ints
-    """Number of tokens each row shall have."""
+    """Number of tokens that each row will have."""
     rows: RowIds
     """The rows that need blocks."""
     counts: Ints
@@ -55,8 +54,7 @@ class Growth(NamedTuple):
 
 
 def _root_key(request: Request) -> bytes:
-    """Return the parent key of the first block: a hash of the inputs beside tokens that the KV cache depends
-    on."""
+    """Return the parent key of the first block, which depends on the LoRA adapter and the cache salt."""
     return root_hash(request.adapter_digest if request.lora is not None else None, request.cache_salt)
 
 
@@ -70,7 +68,7 @@ def _held(table: Table) -> list[Block]:
 
 
 class KVManager:
-    """The block tables of the rows, in token order, and the prefixes they share.
+    """The block tables of the rows (running requests), in token order, and the prefixes that they share.
 
     Layers with the same window form a group, and a row has one table per group. With a sliding window a row
     releases the blocks that no later token attends to."""
@@ -88,9 +86,10 @@ class KVManager:
         has_pages: bool = True,
         off_reason: str = "",
     ) -> None:
-        """Build the tables. `windows` is the attention window of each group, including the token itself;
-        None: no window. `states` is needed to share prefixes of a model with SSM states. Without pages a
-        prefix is restored from states alone. `off_reason` is the reason not to share prefixes."""
+        """Build the tables. `windows` has the attention window of each group, including the token itself;
+        None: no window. `states` is needed to share prefixes of a model with SSM states. Without `has_pages`
+        (paged KV) a prefix is restored from states alone. `off_reason` is the reason not to share
+        prefixes."""
         self.states = states
         self.has_pages = has_pages
         self.pool = RetainingPool(num_blocks, None if states is None else states.pool.index)
@@ -114,7 +113,7 @@ class KVManager:
         self.tiers: LowerTiers | None = None
         """Lower tiers of the cache, in host memory and on disk."""
         self.events: KVEvents | None = None
-        """Events of the cache for subscribers; None: there are none."""
+        """Events of the cache for subscribers; None without subscribers."""
         self.reasons = MissReasons(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -133,9 +132,9 @@ class KVManager:
         return self.share_prefixes and not request.params.skip_reading_prefix_cache
 
     def lookup(self, request: Request, find: Find | None = None) -> Hit:
-        """Return the longest prefix that all groups of layers can restore: its pages, and if the model has
-        SSM states, their checkpoint. It excludes the last token, whose logits have to be computed. `find`
-        returns the page with a key; by default those on the device are found."""
+        """Return the longest cached prefix of a request: its KV pages in all groups of layers, and if the
+        model has SSM states, their checkpoint. It excludes the last token, whose logits have to be computed.
+        `find` returns the page with a key; by default those on the device are found."""
         find = find or self.pool.find
         if not self.may_share(request):
             return Hit(0, [[] for _ in self.windows])
@@ -245,8 +244,8 @@ class KVManager:
         return min(chunk, ends[-1] - hit.num_tokens)
 
     def _boundaries(self, request: Request, hit: Hit) -> list[int]:
-        """Return the positions at which SSM states of a request are kept. A step may not end inside of a
-        bidirectional prompt, or of a media item that is not divided."""
+        """Return the token positions after which SSM states of a request are stored. A step may not end
+        inside of a bidirectional prompt, or of a media item that is not divided."""
         assert self.states is not None
         ends = self.states.boundaries(len(request.tokens), hit.num_tokens, hit.num_seen)
         if (media := request.media) is None:
@@ -262,8 +261,8 @@ class KVManager:
         return self.states.is_checkpoint_planned(request.block_keys, hit.num_tokens, len(request.tokens) - 1)
 
     def start(self, row: int, request: Request, hit: Hit) -> int:
-        """Set the boundaries of an admitted row. Return the slot of the SSM states that the row starts from;
-        0: no states."""
+        """Report the reused blocks of an admitted row, and set the boundaries for its checkpoints. Return the
+        slot of the SSM states that the row starts from; 0: no states."""
         num_blocks = hit.num_tokens // self.block_size
         if self.events is not None:
             self.events.reused(request, hit.blocks, 0 if self.states is None else num_blocks)

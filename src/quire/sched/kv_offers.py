@@ -16,7 +16,8 @@ from quire.data.kv_tiers import is_state
 from quire.data.request import Request
 from quire.logs import get_logger
 from quire.sched.blocks import Block
-from quire.sched.kv_manager import KVManager
+from quire.sched.kv_manager import Hit, KVManager
+from quire.sched.tier_index import IN_LOWER_TIER
 
 log = get_logger(__name__)
 
@@ -25,10 +26,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class HeldEntries:
-    """Entries on the device that a request holds without a row."""
+    """KV blocks and SSM state checkpoints on the device that are held for a request without a row."""
 
     pages: list[Block] = field(default_factory=list)
     states: list[Block] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, kv: KVManager, request: Request, hit: Hit) -> "HeldEntries":
+        """Return the entries of a request's hit that are on the device."""
+        blocks = (block for table in hit.blocks for block in table)
+        pages = [block for block in blocks if block is not None and block is not IN_LOWER_TIER]
+        key = kv.state_key(request, hit)
+        state = None if key is None else kv.pool.find(key)
+        return cls(pages, [] if state is None else [state])
 
     def share(self, kv: KVManager) -> None:
         kv.pool.share(self.pages)
@@ -68,7 +78,8 @@ class _Offer:
 
 
 class KVOffers:
-    """The prefixes kept for other engines, each under a name made of its request id and a random part."""
+    """The prefixes kept for other engines. The name of a prefix consists of its request id and a random
+    part."""
 
     def __init__(
         self,
@@ -88,7 +99,7 @@ class KVOffers:
         self._lock = threading.Lock()
         """Held while entries are read, and while a prefix is removed."""
         self.num_expired = 0
-        """Number of prefixes dropped before they were read, since the last report."""
+        """Number of prefixes that were not read in time, since the last report."""
         self.on_close: Callable[[], None] = lambda: None
         """Ends the thread that reads entries."""
 
@@ -107,10 +118,7 @@ class KVOffers:
             block_keys=request.block_keys[: prompt_len // kv.block_size],
         )
         hit = kv.lookup(prompt)
-        held = HeldEntries([block for table in hit.blocks for block in table if block is not None])
-        key = kv.state_key(prompt, hit)
-        if key is not None and kv.states is not None and (state := kv.states.pool.find(key)) is not None:
-            held.states.append(state)
+        held = HeldEntries.of(kv, prompt, hit)
         name = f"{request.id}-{secrets.token_hex(8)}"  # clients choose request ids; names must not be guessed
         if hit.num_tokens:
             held.share(kv)
@@ -135,6 +143,7 @@ class KVOffers:
         over = [name for name, offer in self._offers.items() if offer.is_ended or offer.until <= now]
         for name in over:
             if not self._offers[name].is_ended:
+                self.num_expired += 1
                 self._drop(name, f"it was not read within {self._seconds:g} s")
             else:
                 self._release(name)
@@ -156,7 +165,6 @@ class KVOffers:
         log.warning(
             "Released the KV cache of request %s, which was kept for another engine: %s", name, reason
         )
-        self.num_expired += 1
         self._release(name)
 
     def _release(self, name: str) -> None:
@@ -169,8 +177,9 @@ class KVOffers:
     def read(
         self, name: str, keys: Sequence[bytes], copy: Callable[[list[int], bool], T]
     ) -> tuple[list[int], T | None]:
-        """Call `copy` with the block ids of a prefix's entries and whether they are states. Return the
-        indices of the keys found, and the result of `copy`. The entries are not released meanwhile."""
+        """Call `copy` with the block ids of the prefix's entries that have one of the keys, and with whether
+        they are SSM states. Return the indices of the keys found, and the result of `copy`. The entries are
+        not released meanwhile."""
         with self._lock:
             offer = self._offers.get(name)
             ids = {} if offer is None else offer.ids

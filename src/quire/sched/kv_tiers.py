@@ -1,6 +1,6 @@
 """KVTiers: entries of the KV cache in host memory, on disk and in other engines.
 
-An entry is a block of pages, or a checkpoint of states. If the prefix of a request continues in a lower tier,
+An entry is a KV block, or a checkpoint of SSM states. If the prefix of a request continues in a lower tier,
 or in the engine that has computed it, the request waits while its entries are copied to the device; steps of
 other requests run meanwhile. The request holds the entries until it is admitted."""
 
@@ -20,13 +20,11 @@ from quire.sched.blocks import Block
 from quire.sched.kv_manager import Find, Hit, KVManager
 from quire.sched.kv_offers import HeldEntries, KVOffers
 from quire.sched.running import Running
-from quire.sched.tier_index import EntryTiers
+from quire.sched.tier_index import IN_LOWER_TIER, EntryTiers
 from quire.sched.tier_stores import TierStores
 
 log = get_logger(__name__)
 
-IN_LOWER_TIER = Block(-1)
-"""Stands in a `Hit` for a block that only a lower tier or another engine holds."""
 MAX_LOADS = 8
 """Most requests with entries on their way to the device at the same time."""
 DRAIN_S = 60.0
@@ -60,7 +58,8 @@ class _Load:
     """Entries that are being filled; they are neither indexed nor free."""
     keys: list[bytes]
     places: list[range]
-    """Blocks of the prefix that each entry restores: one per page, several per checkpoint of states."""
+    """Blocks of the prefix that each entry restores: one per KV block, several per checkpoint of SSM
+    states."""
     after: int
     """Number of the step after which the copy starts; until then, steps may use the entries."""
     slots: list[int] = field(default_factory=list)
@@ -86,9 +85,10 @@ class KVTiers:
         remote_fails: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the tiers of a cache. `pages` or `states` is None if the model has none of them. `offers`
-        keeps prefixes for other engines. With `takes_remote`, prefixes of other engines are loaded.
-        With `remote_fails`, a request fails if its prefix cannot be loaded from another engine."""
+        """Build the tiers of a cache. `pages` are the tiers of KV blocks, `states` those of SSM state
+        checkpoints; None if the model has no such entries. `offers` keeps prefixes for other engines. With
+        `takes_remote`, prefixes of other engines are loaded. With `remote_fails`, a request fails if its
+        prefix cannot be loaded from another engine."""
         assert (states is None) == (kv.states is None) and (pages is None) == (not kv.has_pages)
         self.kv = kv
         self.stores = TierStores(pages, states, salted_to_disk=salted_to_disk)
@@ -100,7 +100,8 @@ class KVTiers:
         self.offers = offers
         self._takes_remote, self._remote_fails = takes_remote, remote_fails
         self._failed: dict[str, str | None] = {}
-        """Requests that fail because their prefix in another engine could not be loaded."""
+        """Ids of requests that fail because their prefix in another engine could not be loaded; the values
+        are None."""
         self._next_report = clock() + REPORT_S
         self._reports: list[Future[LoadDone]] = []
         """Loads without entries: they fetch reports of the workers or release prefixes in other engines."""
@@ -144,7 +145,8 @@ class KVTiers:
 
     @property
     def futures(self) -> Collection[Future[Any]]:
-        """Return the futures of copies under way; a copy that can be started counts as done."""
+        """Return the futures of copies under way, with a finished future for each copy that can be started
+        now."""
         futures: list[Future[Any]] = []
         for load in (*self._loads.values(), *self._orphaned):
             if load.future is not None:
@@ -156,7 +158,7 @@ class KVTiers:
     def add(self, request: Request) -> None:
         """Do nothing: the prefix is looked up when the request is about to be admitted."""
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
         if request.id in self._loads:
             return True
         if alone or request.id in self._looked_up or not self.kv.may_share(request):
@@ -188,15 +190,15 @@ class KVTiers:
         """Return the keys of all entries that the prefix of a request in another engine may have."""
         if request.remote is None or not self._takes_remote:
             return ()
-        self.kv.lookup(request)  # which computes the keys
+        self.kv.lookup(request)  # computes `request.block_keys`
         num_tokens = request.remote.num_tokens
         count = None if num_tokens is None else num_tokens // self.kv.block_size
         marks = (*self.kv.marks, STATE_MARK)
         return {key + mark for key in request.block_keys[:count] for mark in marks}
 
     def _missing(self, request: Request, hit: Hit, find: Find) -> dict[bytes, range]:
-        """Return the keys of a hit's entries that are in lower tiers, each with the blocks of the prefix that
-        it restores."""
+        """Return the keys of a hit's entries that are in lower tiers, each with the block numbers of the
+        prefix that it restores."""
         missing = dict[bytes, range]()
         for table, mark in zip(hit.blocks, self.kv.marks, strict=True):
             for at, block in enumerate(table):
@@ -211,17 +213,7 @@ class KVTiers:
     def _load(self, request: Request, hit: Hit, missing: dict[bytes, range]) -> None:
         """Allocate the entries of a request that lie in lower tiers or another engine, and queue their
         copy."""
-        held = HeldEntries(
-            [
-                block
-                for table in hit.blocks
-                for block in table
-                if block is not None and block is not IN_LOWER_TIER
-            ]
-        )
-        key = self.kv.state_key(request, hit)
-        if key is not None and key not in missing and (state := self.kv.pool.find(key)) is not None:
-            held.states.append(state)
+        held = HeldEntries.of(self.kv, request, hit)
         load = _Load(request, held, [], [*missing], [*missing.values()], 0)
         load.remote, request.remote = request.remote, None
         for key in load.keys:
@@ -281,7 +273,7 @@ class KVTiers:
             if report.exception() is None:
                 done = report.result()
                 self.stats.num_failed_releases += bool(done.remote_problem)
-                self._count(done)
+                self._record(done)
         if self.stores.is_unreported and self._clock() >= self._next_report:
             self.stores.is_unreported = False
             self._next_report = self._clock() + REPORT_S
@@ -337,7 +329,7 @@ class KVTiers:
             self.stats.transfer_entries.append(num_remote)
         if any(load.slots[at] == REMOTE for at in failed):
             self._note_failed_transfer(load, done.remote_problem)
-        self._count(done)
+        self._record(done)
 
     def _note_failed_transfer(self, load: _Load, problem: str) -> None:
         """Count and log a prefix that could not be loaded completely from another engine."""
@@ -351,7 +343,7 @@ class KVTiers:
         if self._remote_fails and self._loads.get(load.request.id) is load:
             self._failed[load.request.id] = None
 
-    def _count(self, done: LoadDone) -> None:
+    def _record(self, done: LoadDone) -> None:
         self.stores.disk_is_off = self.stores.disk_is_off or done.is_off
         self.stores.withdraw(done.lost_writes)
         self.stats.load_s += done.seconds
@@ -361,7 +353,8 @@ class KVTiers:
         self.stats.disk_written_bytes += done.written_bytes
 
     def enter(self, request: Request) -> None:
-        """Release the entries held for a request; its row shares them next."""
+        """Count the loaded tokens of a request, and release the entries held for it: its row shares them
+        next."""
         if not request.num_preemptions:
             num_hits = request.num_loaded
             self.stats.num_queries += max(request.prompt_len - request.num_cached, 0) + num_hits
@@ -371,7 +364,7 @@ class KVTiers:
         self._release_remote(request)
 
     def _release_remote(self, request: Request) -> None:
-        """Let the other engine release the prefix of a request that does not load it."""
+        """Ask the other engine to release its prefix for a request that does not load it."""
         if request.remote is not None and self._takes_remote:
             self._reports.append(self._copies.load(BlockLoad([], [], [], request.remote)))
             request.remote = None

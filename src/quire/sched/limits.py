@@ -18,7 +18,8 @@ SMALLEST_SHARE = 16
 
 
 class Claim(NamedTuple):
-    """Tokens of a step reserved for a waiting request, and the level of its tenant."""
+    """Tokens of a step reserved for a waiting request, and the level of its tenant (computed tokens divided
+    by weight)."""
 
     level: float
     num_tokens: int
@@ -65,8 +66,9 @@ class StepLimits:
     def divide(
         self, pending: Ints, levels: NDArray[np.float64] | None = None, claim: Claim | None = None
     ) -> Ints:
-        """Divide the tokens of a step between rows with `pending` tokens. Decodes come first, then prompts in
-        order or by level, until the budget is spent. Prompts above the level of a claim leave its tokens."""
+        """Return how many of its `pending` tokens each row computes in a step. Decodes come first, then
+        prompts in order, or by the levels of their tenants, until the budget is spent. Prompts of tenants
+        above the level of a claim leave the claimed tokens unused."""
         chunks, budget = np.minimum(pending, self.max_chunk), self.budget
         if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
             is_prompt = pending > 1
@@ -95,7 +97,7 @@ class StepLimits:
         """Lower the limits after a step of this size failed. Row or token counts that succeeded before are
         not lowered, nor is the token count if each row has one token."""
         if num_rows <= self._proven_rows and num_tokens <= self._proven_tokens:
-            self._proven_rows = self._proven_tokens = 0  # the record no longer holds
+            self._proven_rows = self._proven_tokens = 0  # steps of this size no longer succeed
         rows, tokens = num_rows > self._proven_rows, num_tokens > max(self._proven_tokens, num_rows)
         if rows:
             self.max_rows = max(1, num_rows // 2)

@@ -140,7 +140,7 @@ class LoRAScheduler:
             self._apply_facts(request, adapter.facts)
         self._start_reading()
 
-    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
+    def hold_back(self, request: Request, *, alone: bool = False) -> bool:
         adapter = self._by_request.get(request.id)
         if adapter is None:
             return False
@@ -439,9 +439,7 @@ class LoRAScheduler:
     @property
     def names(self) -> list[str]:
         """Return the names of the adapters that are read."""
-        return sorted(
-            {adapter.name for adapter in self._by_worker_name.values() if adapter.facts is not None}
-        )
+        return _sorted_names(adapter for adapter in self._by_worker_name.values() if adapter.facts)
 
     @property
     def running_names(self) -> list[str]:

@@ -21,8 +21,8 @@ V = TypeVar("V")
 
 
 class RecentEntries(Generic[K, V]):
-    """A mapping that forgets old entries: it holds the last `limit` at least, and twice as many at most,
-    beside those of one update."""
+    """A mapping that forgets old entries. It has at least the last `limit` entries, and at most twice as many
+    plus those of one update."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -70,18 +70,19 @@ class MissReasons:
         self.off_reason = off_reason
         self._root_key, self._marks, self._clock = root_key, marks, clock
         limit = min(max(num_blocks, MIN_ENTRIES), MAX_ENTRIES)
-        self._evicted: RecentEntries[bytes, tuple[float, str]] = RecentEntries(limit)
-        """Time and tier of evictions, by key of the block."""
+        self._evicted: RecentEntries[bytes, float] = RecentEntries(limit)
+        """Times of evictions, by key of the block."""
         self._continuations: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
         """By key of a prefix: the last prompt that continued it, as a block number (at most that of the block
         after the prefix) and the tokens from that block on. All keys of these blocks are added
         together, so the tokens are forgotten together with them."""
         self._first_blocks: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
-        """Salt and LoRA adapter of the last prompt, by scope and tokens of its first block."""
+        """By cache scope and tokens of a first block: salt and LoRA adapter of the last prompt that began
+        with it."""
 
-    def evicted(self, keys: list[bytes], tier: str = "device") -> None:
-        """Record that blocks were evicted from a tier and from all tiers above it."""
-        self._evicted.update(dict.fromkeys(keys, (self._clock(), tier)))
+    def evicted(self, keys: list[bytes]) -> None:
+        """Record that blocks were evicted from the device."""
+        self._evicted.update(dict.fromkeys(keys, self._clock()))
 
     def forget(self) -> None:
         """Forget everything; the cache was reset."""
@@ -104,9 +105,9 @@ class MissReasons:
                 )
 
     def explain(self, request: Request, num_cached: int, num_seen: int) -> PrefixMiss | None:
-        """Return why a request that runs for the first time has only `num_cached` tokens of its prompt in
-        the cache; None if no more was possible. `num_seen` tokens have pages; these are more than
-        `num_cached` if a checkpoint of states is missing."""
+        """Return why a request that runs for the first time has only `num_cached` tokens of its prompt in the
+        cache; None if no more was possible. The KV pages of `num_seen` tokens are cached, more than
+        `num_cached` if a checkpoint of SSM states is missing."""
         if self.off_reason:
             return PrefixMiss("off", why=self.off_reason)
         if request.params.skip_reading_prefix_cache:
@@ -121,15 +122,16 @@ class MissReasons:
         suffixes = self._marks if num_seen == num_cached else (STATE_MARK,)
         for key in keys:
             for suffix in suffixes:
-                if (eviction := self._evicted.get(key + suffix)) is not None:
-                    seconds = round(self._clock() - eviction[0], 3)
-                    return PrefixMiss("evicted", num_cached, evicted_s=seconds, tier=eviction[1])
+                if (evicted_at := self._evicted.get(key + suffix)) is not None:
+                    seconds = round(self._clock() - evicted_at, 3)
+                    return PrefixMiss("evicted", num_cached, evicted_s=seconds, tier="device")
         if num_seen > num_cached:
             return PrefixMiss("no_checkpoint", num_cached)
         return self._compare(request, first) or PrefixMiss("never_seen", num_cached)
 
     def _compare(self, request: Request, at: int) -> PrefixMiss | None:
-        """Compare block `at` of a request with the block that followed the same prefix before."""
+        """Compare block `at` of a request with the block that followed the same prefix before. Return the
+        reason for the miss, or None if there is no such block."""
         size = self.block_size
         start, tokens = at * size, np.array(request.tokens[at * size : (at + 1) * size], np.int32)
         continuation = self._continuations.get(request.block_keys[at - 1] if at else self._root_key(request))
@@ -145,7 +147,8 @@ class MissReasons:
         return None if at else self._other_root(request, tokens.tobytes())
 
     def _other_root(self, request: Request, tokens: bytes) -> PrefixMiss | None:
-        """Return whether a prompt with another salt or adapter begins with these tokens."""
+        """Return the reason if the last prompt with these first tokens had another salt or adapter, else
+        None."""
         scope, salt = split_salt(request.cache_salt)
         if (known := self._first_blocks.get((scope, tokens))) is None:
             return None

@@ -10,8 +10,8 @@ _MAX_SLACK = 1.25
 
 
 class ReceiverCache:
-    """The counterpart of an API process's sender cache: it keeps and evicts the same items in the same order.
-    Arrays in shared memory stay there."""
+    """The counterpart of an API process's sender cache in the engine core: both keep and evict the same items
+    in the same order. Arrays in shared memory stay there."""
 
     def __init__(
         self, max_bytes: int = 0, take: Callable[[StoredArrays], bool] = lambda stored: False

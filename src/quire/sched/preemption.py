@@ -23,7 +23,7 @@ def choose_victim(running: Running, policy: str, among: RowIds | None = None) ->
     """Return the row to preempt: of the latest quarter of admissions the one that is cheapest to recompute.
 
     The oldest row is spared unless it is alone, so that one request always finishes. Under the priority
-    policy only rows of the least urgent priority are considered; with fair shares only those `among`."""
+    policy only rows of the least urgent priority are considered; with fair shares only the rows `among`."""
     candidates = running.order[1:] if len(running) > 1 else running.order
     if among is not None and len(beyond := among[among != running.order[0]]):
         candidates = beyond

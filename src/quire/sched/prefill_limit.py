@@ -3,7 +3,7 @@
 from collections import deque
 
 SLOWDOWN = 2.5
-"""Prompts of other tenants may lengthen a step at most by this factor over its decodes alone."""
+"""Largest factor by which prompts of other tenants may lengthen a step over the time of its decodes alone."""
 SHORT_S = 0.05
 """Seconds that a step may always take, whatever its decodes alone take."""
 LEAST_TOKENS = 8

@@ -1,15 +1,17 @@
 """Waiting queues: one class per scheduling policy, and a fair one over several queues.
 
-A removed request leaves its entry behind until the entry reaches the front or stale entries outnumber the
-others. So the time of an operation does not grow with the queue, except for the logarithm of a heap. A
-request that enters again gets a new entry, which differs from its stale one."""
+The entry of a removed request stays in its queue until it reaches the front, or until such stale entries
+outnumber the others. So the time of an operation does not grow with the queue, except for the logarithm of a
+heap. A request that enters again gets a new entry, which differs from its stale one."""
 
 import heapq
-from collections import deque
 from typing import Protocol
 
 from quire.data.request import Request
 from quire.sched.fairness import FairShare
+
+Entry = tuple[int, float, int, Request]
+"""Entry of a heap: the two parts of a request's rank, its place among equal ranks, and the request."""
 
 
 class WaitingQueue(Protocol):
@@ -23,54 +25,12 @@ class WaitingQueue(Protocol):
     def __len__(self) -> int: ...
 
 
-class FcfsQueue:
-    """First come, first served. A request that has run, here or in an engine core that died, goes to the
-    front."""
-
-    def __init__(self) -> None:
-        self._entries: deque[tuple[Request]] = deque()
-        self._live: dict[str, tuple[Request]] = {}
-
-    def push(self, request: Request) -> None:
-        if request.has_run:
-            self.push_front(request)
-            return
-        self._live[request.id] = entry = (request,)
-        self._entries.append(entry)
-
-    def push_front(self, request: Request) -> None:
-        self._live[request.id] = entry = (request,)
-        self._entries.appendleft(entry)
-
-    def peek(self) -> Request:
-        while not self._is_live(self._entries[0]):
-            self._entries.popleft()
-        return self._entries[0][0]
-
-    def pop(self) -> Request:
-        request = self.peek()
-        self._entries.popleft()
-        del self._live[request.id]
-        return request
-
-    def remove(self, request: Request) -> None:
-        del self._live[request.id]
-        if len(self._entries) > 2 * len(self._live):
-            self._entries = deque(entry for entry in self._entries if self._is_live(entry))
-
-    def _is_live(self, entry: tuple[Request]) -> bool:
-        return self._live.get(entry[0].id) is entry
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-
 class PriorityQueue:
     """Lowest priority value first; among equals the earlier arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, float, int, Request]] = []
-        self._live: dict[str, tuple[int, float, int, Request]] = {}
+        self._heap: list[Entry] = []
+        self._live: dict[str, Entry] = {}
         self._last = self._first = 0
 
     def push(self, request: Request) -> None:
@@ -81,8 +41,11 @@ class PriorityQueue:
         self._first -= 1
         self._enter(request, self._first)
 
+    def _rank(self, request: Request) -> tuple[int, float]:
+        return request.priority, request.arrived_at
+
     def _enter(self, request: Request, place: int) -> None:
-        entry = self._live[request.id] = (request.priority, request.arrived_at, place, request)
+        entry = self._live[request.id] = (*self._rank(request), place, request)
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
@@ -102,27 +65,38 @@ class PriorityQueue:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
-    def _is_live(self, entry: tuple[int, float, int, Request]) -> bool:
+    def _is_live(self, entry: Entry) -> bool:
         return self._live.get(entry[-1].id) is entry
 
     def __len__(self) -> int:
         return len(self._live)
 
 
-QUEUE_CLASSES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {
-    "fcfs": FcfsQueue,
-    "priority": PriorityQueue,
-}
+class FcfsQueue(PriorityQueue):
+    """First come, first served: all requests have the same rank. A request that has run, here or in an engine
+    core that died, goes to the front."""
+
+    def push(self, request: Request) -> None:
+        if request.has_run:
+            self.push_front(request)
+        else:
+            super().push(request)
+
+    def _rank(self, request: Request) -> tuple[int, float]:
+        return 0, 0.0
+
+
+QUEUE_CLASSES: dict[str, type[PriorityQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
 
 
 class FairQueue:
-    """A queue per tenant, by a given policy. The next request is the first of the tenant with the lowest
-    level."""
+    """A queue per tenant (API key), each with the same policy. The next request is the first of the tenant
+    with the lowest level, which is its number of computed tokens divided by its weight."""
 
     def __init__(self, policy: str, shares: FairShare) -> None:
         self._make_queue = QUEUE_CLASSES[policy]
         self._shares = shares
-        self._queues: dict[int, FcfsQueue | PriorityQueue] = {}
+        self._queues: dict[int, PriorityQueue] = {}
         """Queues of the tenants with waiting requests."""
 
     def push(self, request: Request) -> None:
@@ -134,7 +108,7 @@ class FairQueue:
         """Insert a request that was in the queue before, without changing its tenant's level."""
         self._queue_of(request).push_front(request)
 
-    def _queue_of(self, request: Request) -> FcfsQueue | PriorityQueue:
+    def _queue_of(self, request: Request) -> PriorityQueue:
         return self._queues.setdefault(request.tenant, self._make_queue())
 
     def peek(self) -> Request:

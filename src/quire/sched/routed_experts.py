@@ -9,8 +9,8 @@ from quire.sched.running import RowIds, Running
 
 
 class RoutedExperts:
-    """Routed experts by slot of the KV cache. The slots are those of the layer group with full attention: a
-    request keeps the blocks of this group until it ends."""
+    """Routed experts by slot (token position) of the KV cache. The slots are those of the layer group with
+    full attention: a request keeps the blocks of this group until it ends."""
 
     def __init__(self, kv: KVManager, num_experts: int) -> None:
         self._kv = kv

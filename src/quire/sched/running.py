@@ -1,6 +1,7 @@
 """Running: the requests that hold a row, as columns of arrays.
 
-A step over a thousand requests is a few array operations."""
+The row of a request is its index in these arrays and in the batch state of the worker. A step over a thousand
+requests is a few array operations."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ def is_constrained(params: SamplingParams) -> bool:
 class Running:
     """The requests that hold a row, as columns.
 
-    `order` lists the rows in use, oldest admission first; every other column is indexed by row."""
+    `order` has the rows in use, oldest admission first; every other column is indexed by row."""
 
     def __init__(self, max_rows: int, max_len: int, num_stages: int = 1) -> None:
         self.num_stages = num_stages
@@ -41,7 +42,8 @@ class Running:
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.num_cached: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
-        """Number of tokens, including those in flight without a known value. Accepted drafts add to it."""
+        """Number of tokens, including a sampled token that is in flight without a known value. Accepted draft
+        tokens are added with the result of their step."""
         self.num_known: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens with a known value."""
         self.num_sent: Ints = np.zeros(max_rows, np.int32)
@@ -51,7 +53,7 @@ class Running:
         self.num_drafts: Ints = np.zeros(max_rows, np.int32)
         """Number of draft tokens in flight: `num_tokens` may grow by up to this number."""
         self.limit: Ints = np.zeros(max_rows, np.int32)
-        """Number of tokens at which the sequence ends for its length."""
+        """Number of tokens at which the sequence ends with the finish reason `length`."""
         self.eos_id: Ints = np.full(max_rows, -1, np.int32)
         self.min_len: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens before which the sequence does not stop."""
@@ -69,9 +71,9 @@ class Running:
         self.first_len: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens the request had when it got the row."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        """A number unique to the admission until the row is released; then 0."""
+        """Number that identifies one admission of a request to the row; 0 while the row is free."""
         self.timed: set[int] = set()
-        """Rows whose requests receive their share of each step's time."""
+        """Rows of requests for which the share of each step's time is reported."""
         self.stepped_at = 0.0
         """Monotonic time at which the last step ended, in seconds."""
         self._num_admissions = 0
@@ -114,8 +116,8 @@ class Running:
         return row
 
     def pending(self) -> Ints:
-        """Return how many tokens each row of `order` can compute now. A token in flight can be computed
-        without its value, unless it is the last one or the host needs the value first."""
+        """Return how many tokens each row of `order` can compute now. A sampled token in flight can be
+        computed without its value, unless the sequence may end with it or the host needs its value first."""
         rows = self.order
         num_tokens = self.num_tokens[rows]
         pending: Ints = num_tokens - self.num_computed[rows]
@@ -144,7 +146,8 @@ class Running:
         return np.stack([unsent.astype(np.int32), self.tokens[unsent, self.num_known[unsent] - 1]])
 
     def lengths_after(self, chunks: Ints) -> Ints:
-        """Return how many tokens each row of `order` has computed, at most, after `chunks` more."""
+        """Return how many tokens each row of `order` has computed after `chunks` more. Draft tokens in flight
+        all count as accepted."""
         rows = self.order
         lengths: Ints = self.num_computed[rows] + self.num_drafts[rows] + chunks
         return lengths

@@ -1,12 +1,13 @@
 """The scheduler: plans the tokens to compute next and applies the results.
 
-There are no phases. A request has tokens, and a number of them is computed; a step gives each request some of
-the difference. Decodes, prompts, chunked prefill, prefix cache hits and resumed requests are all handled by
-this one subtraction.
+There are no phases. A request has tokens, of which some are computed; each step computes some of the others.
+Decodes, prompts, chunked prefill, prefix cache hits and resumed requests are all handled by this one
+subtraction.
 
-Token values arrive late. A plan counts as computed once it is made, and the next may be made before its
-result arrives. Then it is known that a row gets a token, but not which one. So everything that depends on
-values (stops, outputs, the prefix index) happens in `update`, or uses known tokens only."""
+Token values arrive late. The tokens of a plan count as computed once it is made, and the next plan may be
+made before the result arrives. It is then known that a row (a running request) gets a token, but not which
+one. So everything that depends on values (stops, outputs, the prefix index) happens in `update`, or uses
+known tokens only."""
 
 import time
 from collections import deque
@@ -54,8 +55,9 @@ class Scheduler:
         media: EncoderCache | None = None,
         routed: RoutedExperts | None = None,
     ) -> None:
-        """With several pipeline stages, no row is planned before its last token is known, and plans carry
-        these tokens; otherwise they stay on the device. With `fair`, tokens are divided between tenants."""
+        """With several pipeline stages, a row is planned only after its last token is known, and plans
+        contain these tokens. With one stage, tokens stay on the device. With `fair`, tokens are divided
+        between tenants (API keys)."""
         self.kv, self.routed = kv, routed
         self.limits = StepLimits(
             max_rows=max_num_seqs,
@@ -114,7 +116,8 @@ class Scheduler:
         return {request.id: self._finish(request, "abort") for request in known}
 
     def settle(self) -> dict[str, FinishReason]:
-        """Collect finished grammars and adapters, and end the requests for which one of these failed."""
+        """Collect what requests waited for, such as compiled grammars and LoRA adapters. End the requests for
+        which something failed, and return them by id."""
         return {id: self._finish(self.requests[id], "error", why) for id, why in self.checks.settle().items()}
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> FinishReason:
@@ -143,8 +146,8 @@ class Scheduler:
     # ---- before a step
 
     def plan(self) -> StepPlan | None:
-        """Spend the token budget on running requests first, then on waiting ones if none was preempted.
-        Return None if nothing can run before the next result arrives."""
+        """Spend the token budget on running requests first, then on waiting requests unless a running request
+        was preempted. Return None if nothing can run before the next result arrives."""
         if not self._preempt_for_fairness():
             return None
         num_preemptions = self.num_preemptions
@@ -168,7 +171,7 @@ class Scheduler:
             return None
         self._step += 1
         notes, self._notes = self._notes, Notes()
-        forgotten, encodes = self.media.take_changes()
+        evicted_media, encodes = self.media.take_changes()
         starts, admissions = self.running.num_computed[rows], self.running.admission[rows]
         plan = StepPlan(
             step=self._step,
@@ -184,7 +187,7 @@ class Scheduler:
             adapters=self.adapters.take_assignments(),
             saves=self.kv.take_saves(self.running),
             stores=self.kv.take_stores(self._step),
-            forgotten=forgotten,
+            evicted_media=evicted_media,
             encodes=encodes,
         )
         if self.running.num_stages > 1:
@@ -194,9 +197,9 @@ class Scheduler:
         return plan
 
     def _continue_running(self) -> tuple[Ints, Growth, Drafts] | None:
-        """Return the tokens and blocks of the running rows, with drafts where possible. Requests are
-        preempted until the blocks suffice. Preemption and trials of suspects wait for the steps in flight,
-        because a preempted request keeps all its tokens and a suspect runs alone."""
+        """Return the tokens, blocks and drafts of the running rows. Requests are preempted until the free
+        blocks suffice. Return None if steps in flight must end first: a preempted request needs the values of
+        all its tokens, and a suspect of a failed step runs alone."""
         running = self.running
         if self.fault_isolation and self.in_flight:
             return None
@@ -217,7 +220,8 @@ class Scheduler:
             self._warn(request.id, self.num_preemptions, swaps=self.kv.tiers is not None)
 
     def _preempt_for_fairness(self) -> bool:
-        """Preempt rows for tenants below their fair share; return False while a step is in flight."""
+        """Preempt rows for tenants below their fair share; return False if steps in flight must end before
+        that."""
         while (row := self.admitter.row_to_preempt()) is not None:
             if self.in_flight:
                 return False
@@ -280,7 +284,8 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> dict[str, FinishReason]:
         """Handle the failure of the oldest step in flight: discard all steps in flight and requeue all
-        requests. The requests of the failed step are tried one by one; only those that fail alone end."""
+        requests. The requests of the failed step run one by one; those that fail alone end and are
+        returned."""
         flight = self.in_flight[0]
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
@@ -300,13 +305,14 @@ class Scheduler:
         self.adapters.empty_slots()
 
     def discard_in_flight(self) -> None:
-        """Discard the steps in flight, and the blocks that were indexed for them but never written."""
+        """Discard the steps in flight, and remove the blocks that they have not written from the prefix
+        index."""
         for flight in self.in_flight:
             self.kv.forget(flight.indexed)
             self._notes.admitted |= flight.notes.admitted
             self._notes.resumed |= flight.notes.resumed
         self.kv.forget_steps()
-        self.media.forget_all(key for flight in self.in_flight for key in flight.plan.forgotten)
+        self.media.forget_all(key for flight in self.in_flight for key in flight.plan.evicted_media)
         self.in_flight.clear()
         self.constraints.forget()
         self.adapters.empty_slots()

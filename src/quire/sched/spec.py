@@ -48,7 +48,7 @@ class Drafting:
 
     def __init__(
         self,
-        pace: AdaptiveDraftLength,
+        draft_length: AdaptiveDraftLength,
         proposer: Proposer | None,
         *,
         max_drafts: int,
@@ -68,7 +68,7 @@ class Drafting:
         self._vocab = vocab
         self._ahead = ahead
         self._max_samples = max_samples
-        self._pace = pace
+        self._draft_length = draft_length
         self._proposer = proposer
         self._max_drafts_each = max_drafts
         self._known: dict[int, tuple[int, int]] = {}
@@ -102,7 +102,7 @@ class Drafting:
             return NO_DRAFTS
         available_by_row, counts = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
         available_by_row[places] = available
-        counts[decodes] = self._pace.lengths(
+        counts[decodes] = self._draft_length.lengths(
             self._rows_by_kind(rows[decodes]), available_by_row[decodes], budget
         )
         if not counts.any():
@@ -134,9 +134,8 @@ class Drafting:
         """Return whether each row may have drafts from the proposer or the worker."""
         may_draft: NDArray[np.bool_] = running.drafts[rows]
         if self._proposer is None:
-            may_draft &= ~running.constrained[
-                rows
-            ]  # the masks of drafts made by the worker are not known here
+            # The masks of drafts made by the worker are not known here.
+            may_draft &= ~running.constrained[rows]
             if self._ahead:
                 may_draft &= ~running.needs_value[rows]
         return may_draft
@@ -165,7 +164,7 @@ class Drafting:
         admission = int(running.admission[row])
         if self._known.get(row, (0, 0))[0] != admission:
             self._known[row] = admission, 0
-            self._pace.admit(row)
+            self._draft_length.admit(row)
 
     def _set_waits(self, running: Running, all_rows: RowIds, rows: RowIds) -> None:
         """Let rows wait for known tokens, which drafts are made of. A row without drafts lately does not
@@ -207,8 +206,8 @@ class Drafting:
             return {}
         rows, num_drafts = step_tokens.sampled[planned], step_tokens.num_drafts[planned]
         num_accepted = step_tokens.result.counts[planned] - 1
-        rows_by_kind = self._rows_by_kind(rows)
-        self._pace.learn(rows_by_kind, num_drafts, num_accepted)  # a missing draft counts as a wrong one
+        # A missing draft counts as a wrong one.
+        self._draft_length.learn(self._rows_by_kind(rows), num_drafts, num_accepted)
         if len(step_tokens.result.drafted):
             num_drafts = step_tokens.result.drafted[planned]
             has_drafts = num_drafts > 0
@@ -230,4 +229,4 @@ class Drafting:
         plan = flight.plan
         if len(plan.logit_rows) == plan.total_tokens and not plan.admitted:
             num_accepted = sum(flight.notes.stats.num_accepted_by_position)
-            self._pace.record_time(plan.total_tokens, len(plan.rows), num_accepted, flight.seconds)
+            self._draft_length.record_time(plan.total_tokens, len(plan.rows), num_accepted, flight.seconds)

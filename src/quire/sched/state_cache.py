@@ -15,7 +15,7 @@ from quire.sched.running import RowIds, Running
 _NEVER = 1 << 30
 """Value of `next` for a row that has no boundary left."""
 _LEAST_HALF = 1024
-"""Least number of tokens at which a half of a prompt is a boundary."""
+"""Smallest boundary, in tokens, that results from halving a prompt repeatedly."""
 
 
 class _Save(NamedTuple):
@@ -28,11 +28,11 @@ class _Save(NamedTuple):
 
 
 class StateCache:
-    """Checkpoints: states of all layers after a prefix, each in a slot on the device.
+    """Checkpoints: SSM states of all layers after a prefix, each in a slot on the device.
 
-    A page serves any request that shares it, but a state is of use only to requests that share all of its
-    tokens. So states are copied to slots at chosen boundaries of a prompt, and steps end there. The key of a
-    checkpoint is the key of the last page of its prefix and `STATE_MARK`.
+    A request can use any number of leading KV blocks that it shares with another, but a state only if it
+    shares all tokens before it. So states are copied to slots at chosen boundaries of a prompt, and steps end
+    there. The key of a checkpoint is the key of the last KV block of its prefix and `STATE_MARK`.
 
     A step reads checkpoints before it computes and writes them afterwards, and steps run in order. So a slot
     may be written by the step that reads it, and a checkpoint is found from the next step on."""
@@ -49,9 +49,9 @@ class StateCache:
         whole_items: bool = False,
     ) -> None:
         """Build the cache. Boundaries are multiples of `unit` tokens, which is a multiple of the block size.
-        A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt. A
-        prompt that continues a checkpoint has no boundary in the `least_gap` tokens after it; the boundary
-        where it departs from known prompts needs a quarter of this gap. With `whole_items`, no
+        A prompt has a boundary every `interval` tokens; 0: none of these, None: at half, a quarter, ... of
+        the prompt. A prompt that continues a checkpoint has no boundary in the `least_gap` tokens after it;
+        the boundary where it departs from known prompts needs a quarter of this gap. With `whole_items`, no
         step ends inside of a media item."""
         self.pool = RetainingPool(num_slots + 1)
         self.block_size, self.unit, self.interval = block_size, unit, interval
@@ -67,8 +67,8 @@ class StateCache:
     def longest(
         self, keys: Sequence[bytes], num_blocks: int, find: Callable[[bytes], Block | None] | None = None
     ) -> int:
-        """Return the blocks of the longest prefix, of at most `num_blocks`, that has a checkpoint. `find`
-        returns the checkpoint with a key; by default those on the device are found."""
+        """Return the number of blocks of the longest prefix, at most `num_blocks`, that has a checkpoint.
+        `find` returns the checkpoint with a key; by default those on the device are found."""
         step, find = self.unit // self.block_size, find or self.pool.find
         for count in range(num_blocks // step * step, 0, -step):
             if find(keys[count - 1] + STATE_MARK) is not None:
@@ -76,7 +76,8 @@ class StateCache:
         return 0
 
     def use(self, key: bytes, hints: CacheHints | None = None) -> int:
-        """Return the slot of a checkpoint, which is now the last to be evicted and retained by the hints."""
+        """Return the slot of the checkpoint after the block with this key. It is now the last to be evicted,
+        and retained if there are hints."""
         slot = self.pool.find(key + STATE_MARK)
         assert slot is not None, "lookup() found no checkpoint"
         self.pool.share([slot])

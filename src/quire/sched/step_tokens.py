@@ -63,8 +63,8 @@ class StepTokens:
         self.running.fill(self.sampled, self.result.token_ids, self.result.counts, self.num_drafts)
 
     def ends(self, verdicts: dict[int, Verdict]) -> dict[int, SequenceEnd]:
-        """Return the ends of sequences by row. Only tokens that may be the last are checked, and those with a
-        verdict of a grammar (`verdicts`, by index)."""
+        """Return the ends of sequences by row. Only tokens that may be the last are checked, and those for
+        which a grammar has returned a verdict (`verdicts`, by index of the token)."""
         running, rows, lengths, token_ids = self.running, self.rows, self.lengths, self.result.token_ids
         suspect = (
             (lengths >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]

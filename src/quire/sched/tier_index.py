@@ -5,18 +5,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from quire.data.kv_tiers import ON_DISK, REMOTE
-from quire.sched.blocks import BlockPool
+from quire.sched.blocks import Block, BlockPool
+
+IN_LOWER_TIER = Block(-1)
+"""Stands in a `Hit` for a block that only a lower tier or another engine holds."""
 
 
 class TierIndex:
     """Entries in host memory or on disk by key, in the order of their last use, each in a numbered slot.
 
-    A block gets a slot by `allot` before it is copied, and is found from `commit` on. An entry is pinned
-    while it is read; pinned entries are not evicted."""
+    `allot` reserves a slot for an entry that is to be copied, and `commit` makes the copied entry available.
+    An entry is pinned while it is read; pinned entries are not evicted."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.num_evicted = 0
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._pins: Counter[bytes] = Counter()
         self._being_copied: dict[bytes, int] = {}
@@ -57,7 +59,6 @@ class TierIndex:
             if evicted is None:
                 return None
             slot = self._slots.pop(evicted)
-            self.num_evicted += 1
             self.on_removed(evicted)
         self._being_copied[key] = slot
         return slot, evicted
@@ -108,7 +109,7 @@ class TierIndex:
 
 @dataclass(slots=True)
 class EntryTiers:
-    """The lower tiers of one kind of entries: blocks of pages, or checkpoints of states."""
+    """The lower tiers of one kind of entries: KV blocks, or checkpoints of SSM states."""
 
     pool: BlockPool
     """The entries on the device."""

@@ -25,7 +25,8 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Record blocks before their prefixes are evicted from the device."""
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
-        """Return the blocks that a planned step stores before it computes; it fills `fresh` blocks."""
+        """Return the blocks that a planned step stores before it computes. `fresh` are the blocks that it
+        fills."""
 
     def finish_step(self, step: int) -> None:
         """Note that a step is done."""
@@ -50,8 +51,8 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Forget all blocks."""
 
     def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
-        """Keep the prefix of a request that has ended for this reason, if another engine shall read it.
-        Return its `kv_transfer_params`, or None."""
+        """Keep the prefix of a request that has ended for this reason, if the request has `offers`, so that
+        another engine can read it. Return its `kv_transfer_params`, or None."""
 
     def close(self) -> None:
         """End the exchange of prefixes with other engines."""

@@ -1,8 +1,8 @@
 """TierStores: copies of KV cache entries from the device to host memory and disk.
 
-An entry is copied to host memory when it is evicted from the device, or shortly before, and to disk as soon
-as it is full. The copy is part of a step, before it computes: steps run in order, so the entry is complete
-and not yet overwritten."""
+An entry is a KV block, or a checkpoint of SSM states. It is copied to host memory when it is evicted from the
+device, or shortly before, and to disk as soon as it is full. The copy is part of a step, before it computes:
+steps run in order, so the entry is complete and not yet overwritten."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -19,20 +19,24 @@ blocks are free, blocks of running requests are copied, too."""
 NUM_AHEAD = 64
 """Most blocks that a step copies ahead, in addition to as many as it fills."""
 
+_Stored = tuple[TierIndex, bytes]
+"""An entry that a step stores: the tier, and the key of the entry."""
+
 
 @dataclass(slots=True)
 class _InFlight:
     """A planned step: the entries that it fills and those that it stores."""
 
     filled: list[tuple[bytes, Block]]
-    to_host: list[bytes]
-    to_disk: list[bytes]
+    to_host: list[_Stored]
+    to_disk: list[_Stored]
     dropped: list[bytes] = field(default_factory=list)
     """Keys of files that the step deletes."""
 
 
 class TierStores:
-    """Entries to store with the next step, and those of steps in flight."""
+    """Chooses the entries that the next step stores in lower tiers, and records those that steps in flight
+    fill and store."""
 
     def __init__(
         self, pages: EntryTiers | None, states: EntryTiers | None, *, salted_to_disk: bool = False
@@ -69,7 +73,7 @@ class TierStores:
         """Number of allocated blocks at which `_ahead` is searched again."""
 
     def kind_of(self, key: bytes) -> EntryTiers | None:
-        """Return the tiers for an entry; None: such entries have no contents."""
+        """Return the tiers for the entry with this key; None if the model has no entries of its kind."""
         return self.states if is_state(key) else self.pages
 
     @property
@@ -100,7 +104,8 @@ class TierStores:
                 self.evicted[block.key] = block.id
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
-        """Return what the planned step stores before it computes; it fills `fresh` entries."""
+        """Return what the planned step stores before it computes. `fresh` are the entries that the step
+        fills."""
         self.planned = step
         filled = [(block.key, block) for block in fresh if block.key is not None]
         self.unwritten.update(key for key, _ in filled)
@@ -114,14 +119,14 @@ class TierStores:
         self._commit(_InFlight([], to_host, to_disk))
         return stores
 
-    def _take(self, num_ahead: int = 0) -> tuple[BlockStores | None, list[bytes], list[bytes]]:
-        """Return the entries to store, and the keys of those that go to host memory and to disk."""
+    def _take(self, num_ahead: int = 0) -> tuple[BlockStores | None, list[_Stored], list[_Stored]]:
+        """Return the entries to store, and those of them that go to host memory and to disk."""
         evicted, self.evicted = self.evicted, {}
         full, self._full = self._full, {}
         ahead = self._take_ahead(num_ahead)
         kept = {key: block.id for key, block in full.items() if block.key == key} | ahead
         ids = evicted | {key: id for key, id in kept.items() if key not in evicted}
-        stores, to_host, to_disk = BlockStores(dropped=self.dropped), list[bytes](), list[bytes]()
+        stores, to_host, to_disk = BlockStores(dropped=self.dropped), list[_Stored](), list[_Stored]()
         self.dropped = []
         num_bytes = 0
         for key, id in ids.items():
@@ -169,9 +174,9 @@ class TierStores:
         return not self.disk_is_off and (self.salted_to_disk or not is_salted(key))
 
     def _allot(
-        self, tier: TierIndex | None, key: bytes, keys: list[bytes], dropped: list[bytes] | None = None
+        self, tier: TierIndex | None, key: bytes, stored: list[_Stored], dropped: list[bytes] | None = None
     ) -> int:
-        """Return a slot of the tier for an entry, and add it to `keys`; 0: it is there already, or there is
+        """Return a slot of the tier for an entry, and add it to `stored`; 0: it is there already, or there is
         no room. The key of an entry that it replaces is added to `dropped`."""
         if tier is None:
             return 0
@@ -187,7 +192,7 @@ class TierStores:
             if key in dropped:
                 dropped.remove(key)  # it was replaced a moment ago
             dropped += [] if replaced is None else [replaced]
-        keys.append(key)
+        stored.append((tier, key))
         return slot
 
     def finish_step(self, step: int) -> None:
@@ -204,19 +209,8 @@ class TierStores:
             if kind is self.pages:
                 self._in_use.append(block)
 
-    def _tiers_of(self, step: _InFlight) -> Iterable[tuple[TierIndex, bytes]]:
-        """Return what a step stores: each tier and key."""
-        for key in step.to_host:
-            kind = self.kind_of(key)
-            assert kind is not None and kind.host is not None
-            yield kind.host, key
-        for key in step.to_disk:
-            kind = self.kind_of(key)
-            assert kind is not None and kind.disk is not None
-            yield kind.disk, key
-
     def _commit(self, step: _InFlight) -> None:
-        for tier, key in self._tiers_of(step):
+        for tier, key in (*step.to_host, *step.to_disk):
             tier.commit(key)
             self.is_unreported = True
 
@@ -235,7 +229,7 @@ class TierStores:
 
     def _cancel(self, step: _InFlight) -> None:
         """Free the slots of what a step stores."""
-        for tier, key in self._tiers_of(step):
+        for tier, key in (*step.to_host, *step.to_disk):
             tier.cancel(key)
 
     def forget_steps(self) -> None:
@@ -243,7 +237,7 @@ class TierStores:
         written to disk is deleted."""
         for step in self.steps.values():
             self._cancel(step)
-            self.dropped += [*step.dropped, *step.to_disk]
+            self.dropped += [*step.dropped, *(key for _, key in step.to_disk)]
         self.steps.clear()
         self.unwritten.clear()
         self.evicted.clear()
@@ -253,7 +247,7 @@ class TierStores:
         """Empty all tiers; steps in flight add nothing to them."""
         for step in self.steps.values():
             self._cancel(step)
-            self.dropped += step.to_disk
+            self.dropped += [key for _, key in step.to_disk]
             step.to_host.clear()
             step.to_disk.clear()
         self.evicted.clear()

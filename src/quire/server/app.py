@@ -109,4 +109,4 @@ def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Le
     wrapped = wrap_in_middleware(
         CorsMiddleware(MessageErrorMiddleware(middleware), access), access.middleware
     )
-    return MetricsMiddleware(wrapped, engine.count_exchange)
+    return MetricsMiddleware(wrapped, engine.observe_exchange)

@@ -169,7 +169,7 @@ class CpuDevice:
             counts = count_accepted(token_ids, all_rows.drafts_of(plan), num_drafts)
             token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
         all_rows.append_sampled(*NewTokens.of(plan), token_ids, counts)
-        if self.drafter is not None and self.drafter.follows:
+        if self.drafter is not None and self.drafter.observes:
             self._update_drafter(self.drafter, plan, all_rows, first, counts, output)
         return Done(sampled.result(plan.sampling_rows, token_ids, counts))
 

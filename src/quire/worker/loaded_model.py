@@ -266,7 +266,7 @@ class LoadedModel:
             spec, first = config.speculation, len(config.rank_facts.layers)
             is_ahead = not isinstance(device, CpuDevice)
             progress = None
-            if not self.drafter.follows:
+            if not self.drafter.observes:
                 progress = open_draft_progress(all_rows, self.layout, first, ahead=is_ahead)
             device.use_drafter(
                 self.drafter,

@@ -98,7 +98,7 @@ class Pair:
             worker.loaded.backend.plan(group)
         out = worker.model(batch)
         states = out.aux if isinstance(out, HiddenWithAux) else (out,)
-        if worker.loaded.drafter.follows:
+        if worker.loaded.drafter.observes:
             worker.loaded.drafter.observe(
                 batch, TargetStates(torch.tensor(following), torch.tensor(kept), states)
             )
@@ -113,7 +113,7 @@ class Pair:
             history[row, : len(self.tokens[row])] = torch.tensor(self.tokens[row])
         lens = {row: len(self.tokens[row]) for row in rows}
         spans = [Span(row, self.seen.get(row, 0), lens[row] - 2) for row in rows if row not in self.close]
-        spans = [span for span in spans if span.start < span.end and not drafter.follows]
+        spans = [span for span in spans if span.start < span.end and not drafter.observes]
         all_rows.block_tables[:, :ROWS, :WIDTH] = self.tables
         if spans:
             settings = all_rows, range(len(self.tables)), history, self.tables

@@ -23,7 +23,8 @@ Floats = NDArray[np.float64]
 BUDGET_SHARE = 0.01
 """Part of the time of all steps that drafts may lose, and that trials may cost."""
 INITIAL_BALANCE = 2.0
-"""Initial balance and trial budget, and limit of the trial budget, in plain steps."""
+"""Initial balance and trial budget, and limit of the trial budget, in plain steps (the time of a step without
+drafts)."""
 MAX_BALANCE = 64.0
 """Limit of the balance, in plain steps."""
 TRIAL_LEN = 2
@@ -61,7 +62,7 @@ class AdaptiveDraftLength:
         self._num_kinds = num_kinds
         self._rates = _AcceptanceRates(max_rows, num_kinds)
         self._level_of_row: NDArray[np.intp] = np.zeros(max_rows * num_kinds, np.intp)
-        """Both acceptance levels of a row, as one index."""
+        """Acceptance levels of a row's first draft and of its later drafts, as one index."""
         self._tested: NDArray[np.int64] = np.zeros(max_rows * num_kinds, np.int64)
         """Step in which a row last had drafts."""
         self._step = 0
@@ -74,8 +75,8 @@ class AdaptiveDraftLength:
         is_drafted = likelihood >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
         totals = np.stack([is_drafted, is_drafted * likelihood]).cumsum(3).reshape(2 * _CUTS, -1, max_drafts)
         self._table = np.pad(totals, ((0, 0), (0, 0), (1, 0))).reshape(2 * _CUTS, -1).astype(np.float32)
-        """[2 * cut, level * available]: number of a row's drafts at least as likely as the cut and, in the
-        second half, the expected number of accepted ones."""
+        """[2 * cut, level * available]: number of a row's drafts that are at least as likely as the cut. The
+        second half has the expected number of accepted ones among them."""
 
     def admit(self, row: int) -> None:
         """Reset the statistics of a row that gets a new request."""

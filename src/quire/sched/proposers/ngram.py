@@ -23,8 +23,9 @@ CONTEXT = 32
 MAX_PLACES = 16
 """Number of latest places that are considered."""
 SURE = 8
-"""Matching tokens from which on a draft is sure. Longer matches hardly occur by chance: in prose 39 % of
-first drafts were right, after such a match in quotes and edited code 99 % (benchmarks/spec_workloads.py)."""
+"""Number of matching tokens from which a draft counts as sure. Longer matches hardly occur by chance: in
+prose 39 % of first drafts were right, after such a match in quotes and edited code 99 %
+(benchmarks/spec_workloads.py)."""
 _NONE: Ints = np.empty(0, np.int32)
 
 

@@ -94,7 +94,7 @@ class Suffix:
     def _propose_from(
         self, text: TokenText, ending: int, end: "array[int]", max_drafts: int
     ) -> "tuple[float, array[int]]":
-        """Return the tokens proposed from a text, with the expected number of accepted ones first."""
+        """Return the draft that a text proposes, with its expected number of accepted tokens first."""
         tokens, draft = text.tokens, array("i")
         length, places = _longest(tokens, text.places(ending, MAX_PLACES), end)
         max_drafts, total = min(max_drafts, int(self._factor * length)), len(places)
@@ -124,7 +124,7 @@ class Suffix:
 
 
 def _longest(tokens: "array[int]", places: list[int], end: "array[int]") -> tuple[int, list[int]]:
-    """Return the length of the longest suffix that precedes any of the places, and those places."""
+    """Return the length of the longest suffix of `end` that precedes any of the places, and these places."""
     length, best, too_long = 0, [], len(end) + 1
     length_tried = MIN_MATCH
     while length + 1 < too_long and places:

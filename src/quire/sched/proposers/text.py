@@ -15,7 +15,8 @@ _PLACES = (1 << 24) - 1
 
 
 class TokenText:
-    """The tokens of a request and the end of each n-gram: in a sorted array, and recent ones in a dict."""
+    """The tokens of a request, with the place (position after the end) of each n-gram: in a sorted array, and
+    recent ones in a dict."""
 
     __slots__ = ("_hash", "_leaving", "_n", "_older", "_recent", "_sorted", "_sorted_len", "tokens")
 

@@ -190,7 +190,7 @@ class CudaDevice:
         self._draft_graphs = DraftGraphs(
             drafter, *state, draft_progress, max_tokens, probabilistic=probabilistic
         )
-        if drafter.follows:
+        if drafter.observes:
             self.speculation.after_step = DrafterUpdate(drafter)
 
     def forget(self) -> None:

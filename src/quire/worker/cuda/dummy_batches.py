@@ -137,7 +137,7 @@ class DummyBatches:
     ) -> None:
         for size, query_len in verify_shapes(most_rows, query_lens):
             draft_graphs.compile(size, query_len - 1)
-        if not draft_graphs.drafter.follows:
+        if not draft_graphs.drafter.observes:
             for lens in (self.split(longest, 1), *(_decodes(0, 2 * size) for size in (8, 128))):
                 draft_graphs.drafter.catch_up(self.make(lens)[0])
 

@@ -68,7 +68,7 @@ class MediaEncoder:
 
     def step(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
         """Encode the items of a step; return indices [K] and embeddings [K, width] of placeholder tokens."""
-        for key in plan.forgotten:
+        for key in plan.evicted_media:
             self.cache.pop(key, None)
         if plan.encodes:
             self._encode(plan.encodes)
@@ -251,7 +251,7 @@ class CrossEncoder(MediaEncoder):
 
     def step(self, plan: StepPlan, all_rows: Rows) -> None:
         """Encode the items of a step and assign their slots to the rows."""
-        for key in plan.forgotten:
+        for key in plan.evicted_media:
             self._slots.pop(key, None)
         if plan.encodes:
             self._encode(plan.encodes)

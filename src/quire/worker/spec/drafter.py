@@ -74,7 +74,7 @@ def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
 class Drafter(Protocol):
     """Proposes draft tokens for the sequences of a step."""
 
-    follows: bool
+    observes: bool
     """Whether the drafter reads each step of the target right after the step (`observe`). If not, it must
     `catch_up` on all tokens of a sequence but the last two before it proposes."""
 
@@ -185,7 +185,7 @@ class ModelDrafter:
     """Proposes tokens by a separate draft model. It computes the last two tokens of a sequence: the last but
     one is not computed yet if it was the last draft, and computing it twice is harmless."""
 
-    follows = False
+    observes = False
 
     def __init__(
         self, model: Any, backend: AttentionBackend, *, block_size: int, max_taped: int, vocab: int
@@ -217,7 +217,7 @@ class HeadDrafter:
     """Proposes tokens by a head on the hidden states of the target. Each token is computed at the position of
     the token before it, together with the hidden states of that token."""
 
-    follows = True
+    observes = True
 
     def __init__(
         self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int, states: Tensor
