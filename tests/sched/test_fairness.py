@@ -11,7 +11,7 @@ from symbolic import Engine, continuation
 from test_queues import make_request
 
 from quire.sched.fairness import FairShare
-from quire.sched.queues import FairQueue
+from quire.sched.queues import FairQueue, FcfsQueue, PriorityQueue
 
 GREEDY, LIGHT = 1, 2
 
@@ -57,7 +57,7 @@ class TenantLoad:
 
 def test_queue_order_follows_tokens_used_per_tenant() -> None:
     shares = FairShare()
-    queue = FairQueue("fcfs", shares)
+    queue = FairQueue(FcfsQueue, shares)
     for number in range(6):
         request = make_request(number)
         request.tenant, request.weight = (1, 1.0) if number < 4 else (2, 2.0)
@@ -72,7 +72,7 @@ def test_queue_order_follows_tokens_used_per_tenant() -> None:
 
 
 def test_policy_decides_within_a_tenant() -> None:
-    queue = FairQueue("priority", FairShare())
+    queue = FairQueue(PriorityQueue, FairShare())
     requests = [make_request(number, priority=-number) for number in range(4)]
     for request in requests:
         queue.push(request)
@@ -82,7 +82,7 @@ def test_policy_decides_within_a_tenant() -> None:
 def test_idle_tenant_earns_no_credit() -> None:
     """Check that a tenant that arrives late does not monopolize the engine."""
     shares = FairShare()
-    queue = FairQueue("fcfs", shares)
+    queue = FairQueue(FcfsQueue, shares)
     for number, tenant in enumerate([1, 1, 2, 2]):
         request = make_request(number)
         request.tenant = tenant

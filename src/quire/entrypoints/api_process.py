@@ -126,6 +126,7 @@ def _make_inputs(
         enable_lora=config.lora.enable_lora,
         num_extra_vocab=config.lora.lora_extra_vocab_size,
         validators=validators_of(config),
+        target=config.scheduler.target,
     )
 
 
@@ -143,6 +144,8 @@ def _build_facts(config: EngineConfig, num_cores: int) -> EngineFacts:
         chat_template=read_template(model.chat_template),
         version=__version__,
         start_time=time.time(),
+        target=config.scheduler.target,
+        slo_max_wait=config.scheduler.slo_max_wait,
     )
 
 

@@ -58,6 +58,7 @@ class LocalEngine(LLMControl):
             enable_lora=config.lora.enable_lora,
             num_extra_vocab=config.lora.lora_extra_vocab_size,
             validators=validators_of(config),
+            target=config.scheduler.target,
         )
         self.outputs = self._new_outputs()
         self._pending: list[AnyOutput] = []

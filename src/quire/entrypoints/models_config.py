@@ -179,7 +179,12 @@ def configure_server(values: dict[str, Any], settings: ServerSettings) -> Engine
         values.setdefault("share_by_key", True)
     if settings.api.tokens_only:
         values["skip_tokenizer_init"] = True
-    return configure(values, usage="server")
+    config = configure(values, usage="server")
+    if not config.scheduler.target and any(key.target for key in settings.keys):
+        raise ConfigError(
+            "api_key: keys have slo_ttft_ms or slo_itl_ms, which need --slo-ttft-ms or --slo-itl-ms"
+        )
+    return config
 
 
 def _check_names(models: Sequence[ConfiguredModel], entries: Sequence[ModelEntry]) -> None:

@@ -5,11 +5,18 @@ others. So the time of an operation does not grow with the queue, except for the
 request that enters again gets a new entry, which differs from its stale one."""
 
 import heapq
+import math
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.data.request import Request
 from quire.sched.fairness import FairShare
+from quire.sched.targets import Targets
+
+_SAME_S = 1e-3
+"""Times that differ by less than this number of seconds are treated as equal."""
 
 
 class WaitingQueue(Protocol):
@@ -82,8 +89,12 @@ class PriorityQueue:
         self._enter(request, self._first)
 
     def _enter(self, request: Request, place: int) -> None:
-        entry = self._live[request.id] = (request.priority, request.arrived_at, place, request)
+        entry = self._live[request.id] = (*self._rank(request), place, request)
         heapq.heappush(self._heap, entry)
+
+    def _rank(self, request: Request) -> tuple[int, float]:
+        """Return the priority and a time; the lowest rank is first."""
+        return request.priority, request.arrived_at
 
     def peek(self) -> Request:
         while not self._is_live(self._heap[0]):
@@ -109,6 +120,27 @@ class PriorityQueue:
         return len(self._live)
 
 
+class TargetQueue(PriorityQueue):
+    """The prompt that must start first to meet its target; with `by_priority` the lowest priority value
+    precedes that. A request that has run goes to the front."""
+
+    def __init__(self, targets: Targets, *, by_priority: bool) -> None:
+        super().__init__()
+        self._targets, self._by_priority = targets, by_priority
+
+    def _rank(self, request: Request) -> tuple[int, float]:
+        due = -math.inf if request.has_run else self._targets.due(request, time.monotonic())
+        return request.priority if self._by_priority else 0, due
+
+    def peek(self) -> Request:
+        while True:
+            request = super().peek()
+            if self._rank(request)[1] <= self._heap[0][1] + _SAME_S:
+                return request
+            heapq.heappop(self._heap)  # the target was missed, or the estimated cost has fallen
+            self.push(request)
+
+
 QUEUE_CLASSES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {
     "fcfs": FcfsQueue,
     "priority": PriorityQueue,
@@ -116,13 +148,13 @@ QUEUE_CLASSES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {
 
 
 class FairQueue:
-    """A queue per tenant, by a given policy. The next request is the first of the tenant with the lowest
+    """A queue per tenant, made by `make_queue`. The next request is the first of the tenant with the lowest
     level."""
 
-    def __init__(self, policy: str, shares: FairShare) -> None:
-        self._make_queue = QUEUE_CLASSES[policy]
+    def __init__(self, make_queue: Callable[[], WaitingQueue], shares: FairShare) -> None:
+        self._make_queue = make_queue
         self._shares = shares
-        self._queues: dict[int, FcfsQueue | PriorityQueue] = {}
+        self._queues: dict[int, WaitingQueue] = {}
         """Queues of the tenants with waiting requests."""
 
     def push(self, request: Request) -> None:
@@ -134,7 +166,7 @@ class FairQueue:
         """Insert a request that was in the queue before, without changing its tenant's level."""
         self._queue_of(request).push_front(request)
 
-    def _queue_of(self, request: Request) -> FcfsQueue | PriorityQueue:
+    def _queue_of(self, request: Request) -> WaitingQueue:
         return self._queues.setdefault(request.tenant, self._make_queue())
 
     def peek(self) -> Request:
@@ -156,3 +188,15 @@ class FairQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
+
+
+def open_queue(policy: str, shares: FairShare | None, targets: Targets | None) -> WaitingQueue:
+    """Return the waiting queue of a policy, divided by tenant with `shares` and ordered by `targets` if
+    given."""
+
+    def make() -> WaitingQueue:
+        if targets is not None:
+            return TargetQueue(targets, by_priority=policy == "priority")
+        return QUEUE_CLASSES[policy]()
+
+    return make() if shares is None else FairQueue(make, shares)

@@ -29,6 +29,7 @@ from quire.sched.preemption import PreemptionWarning, choose_victim
 from quire.sched.routed_experts import RoutedExperts
 from quire.sched.running import Running
 from quire.sched.spec import Drafting, Drafts
+from quire.sched.targets import Targets
 
 
 class Scheduler:
@@ -53,6 +54,7 @@ class Scheduler:
         adapters: LoRAScheduler | None = None,
         media: EncoderCache | None = None,
         routed: RoutedExperts | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """With several pipeline stages, no row is planned before its last token is known, and plans carry
         these tokens; otherwise they stay on the device. With `fair`, tokens are divided between tenants."""
@@ -81,6 +83,7 @@ class Scheduler:
             watermark=watermark,
             fair=fair,
             drafting=drafting,
+            targets=targets,
         )
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0

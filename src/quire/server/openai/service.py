@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from quire.config.server_sections import ApiSection
 from quire.data.cache_hints import CacheHints
+from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.lora import LoRARequest
 from quire.data.outputs import PromptLogprobs, RequestOutput, RequestStateStats, SampleLogprobs
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -87,6 +88,7 @@ class ApiCall:
     """Account of the call's API key; None without a named key."""
     lora: LoRARequest | None = None
     """LoRA adapter to use; None: the base model."""
+    target: LatencyTarget = NO_TARGET
 
     @property
     def hints(self) -> CacheHints | None:
@@ -95,7 +97,13 @@ class ApiCall:
     @property
     def routing(self) -> dict[str, Any]:
         """Return the keyword arguments of the engine that all requests of the call share."""
-        return {"priority": self.priority, "rank": self.rank, "account": self.account, "lora": self.lora}
+        return {
+            "priority": self.priority,
+            "rank": self.rank,
+            "account": self.account,
+            "lora": self.lora,
+            "target": self.target,
+        }
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -183,6 +191,8 @@ class GenerationService:
         hints = cache_hints(body, request.headers)
         for prompt in prompts:
             prompt.hints = hints
+        account = account_of(request.scope)
+        target = (account and account.target) or self.engine.inputs.target
         job = ApiCall(
             id=f"{id_prefix}-{base}",
             created=int(time.time()),
@@ -192,8 +202,9 @@ class GenerationService:
             prompts=prompts,
             params=list(params),
             timeline=JobTimeline.of(request, self.engine.inputs.tokenizer),
-            account=account_of(request.scope),
+            account=account,
             lora=lora,
+            target=target.relaxed(body.slo_ttft_ms, body.slo_itl_ms),
         )
         if job.account is not None:
             job.account.add_prompt(job.num_prompt_tokens)
