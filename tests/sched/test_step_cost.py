@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from quire.sched.step_cost import FIRST_TOKENS, StepCost
+from quire.sched.step_cost import FIRST_TOKENS, Decodes, StepCost
 
 DEVICES = {
     "decodes dominate": (4e-3, 20e-6, 20e-9, 1.5e-3, 22e-6, 40e-12),
@@ -41,7 +41,7 @@ def test_planned_prompt_tokens_use_the_time_and_no_more(device: str, outliers: f
         decode_s = true_s(costs, num_decodes, context, 0, 0)
         for factor in (1.5, 4.0):
             limit_s = factor * decode_s + costs[3]
-            tokens = cost.num_prompt_tokens(limit_s, num_decodes, num_decodes * context, start)
+            tokens = cost.num_prompt_tokens(limit_s, Decodes(num_decodes, num_decodes * context, start))
             step_s = true_s(costs, num_decodes, context, tokens, start)
             assert step_s <= 1.15 * limit_s
             assert tokens >= 4000 or step_s >= 0.75 * limit_s - 2 * costs[4]
@@ -49,11 +49,11 @@ def test_planned_prompt_tokens_use_the_time_and_no_more(device: str, outliers: f
 
 def test_unknown_costs_allow_few_prompt_tokens() -> None:
     cost = StepCost()
-    assert cost.num_prompt_tokens(1.0, 4, 100, 0) == FIRST_TOKENS and not cost.is_known
+    assert cost.num_prompt_tokens(1.0, Decodes(4, 100)) == FIRST_TOKENS and not cost.is_known
     for _ in range(10):
         cost.learn(np.array([1, 1], np.int32), np.array([5, 5], np.int32), 0.01)
     assert not cost.is_known
-    assert cost.num_prompt_tokens(1.0, 4, 100, 0) == FIRST_TOKENS
+    assert cost.num_prompt_tokens(1.0, Decodes(4, 100)) == FIRST_TOKENS
 
 
 def test_prompt_tokens_grow_step_by_step() -> None:
@@ -62,7 +62,7 @@ def test_prompt_tokens_grow_step_by_step() -> None:
     for tokens in [64] * 8:
         cost.learn(np.array([1], np.int32), np.array([5], np.int32), 0.005)
         cost.learn(np.array([1, tokens], np.int32), np.array([5, 0], np.int32), 0.005)
-    assert cost.num_prompt_tokens(1.0, 1, 5, 0) == 128
+    assert cost.num_prompt_tokens(1.0, Decodes(1, 5)) == 128
 
 
 def test_costs_follow_a_change() -> None:
@@ -73,4 +73,4 @@ def test_costs_follow_a_change() -> None:
             chunks = np.array([1] * 8 + [tokens] * (tokens > 0), np.int32)
             seconds = 3 * true_s(costs, 8, 100, tokens, 0)
             cost.learn(chunks, np.array([100] * 8 + [0] * (tokens > 0), np.int32), seconds)
-    assert cost.step_s(8, 800, 500) == pytest.approx(3 * true_s(costs, 8, 100, 500, 0), rel=0.15)
+    assert cost.step_s(Decodes(8, 800), 500) == pytest.approx(3 * true_s(costs, 8, 100, 500, 0), rel=0.15)

@@ -15,10 +15,11 @@ from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, StepLimits
 from quire.sched.lora import LoRAScheduler
-from quire.sched.prefill_limit import PrefillLimit
+from quire.sched.prefill_limit import prefill_limit
 from quire.sched.queues import open_queue
 from quire.sched.running import RowIds, Running
 from quire.sched.spec import NO_DRAFTS, Drafting, Drafts
+from quire.sched.step_cost import Decodes, StepCost
 from quire.sched.targets import Targets
 
 
@@ -59,22 +60,20 @@ class Admitter:
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.shares = FairShare() if fair else None
-        self.prefill_limit = PrefillLimit()
+        self.cost = StepCost() if targets is None else targets.cost
         self.policy = policy
         self.waiting = ReadyQueue(open_queue(policy, self.shares, targets), checks)
 
     def record_time(self, flight: StepInFlight) -> None:
-        """Update the pace estimates with the duration of a step."""
+        """Update the cost estimates with the duration of a step."""
         if self.drafting is not None:
             self.drafting.record_time(flight)
-        if self.shares is not None:
-            num_decodes = int((flight.plan.num_tokens == 1).sum())
-            num_prompt_tokens = flight.plan.total_tokens - num_decodes
-            self.prefill_limit.learn(num_decodes, num_prompt_tokens, flight.seconds)
-        if self.targets is not None:
+        if self.shares is not None or self.targets is not None:
             plan = flight.plan
             chunks = plan.num_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_tokens
-            self.targets.learn(self.running, chunks, flight.starts, flight.seconds)
+            self.cost.learn(chunks, flight.starts, flight.seconds)
+        if self.targets is not None:
+            self.targets.warn_of_steps(self.running)
 
     def _limit_prompts(self, pending: Ints) -> None:
         """Limit the prompt tokens of the next step beside rows that decode: if several tenants have requests,
@@ -87,7 +86,7 @@ class Admitter:
         if self.shares is not None and num_decodes:
             tenants, request = running.tenant[running.order], self.waiting.next()
             if (tenants != tenants[0]).any() or (request is not None and request.tenant != tenants[0]):
-                most.append(self.prefill_limit.limit(limits.max_tokens))
+                most.append(prefill_limit(self.cost, Decodes.of(running, pending)))
         if self.targets is not None and (limit := self.targets.prompt_limit(running, pending)) is not None:
             most.append(limit)
         if most:
@@ -254,7 +253,7 @@ class Admitter:
         if not request.has_run:
             request.has_run, request.num_cached = True, num_computed
             if self.targets is not None:
-                self.targets.check_prompt(request)
+                self.targets.warn_of_prompt(request)
             miss = self.kv.explain(request, hit)
             notes.admitted[request.id] = FirstRun(
                 num_cached=num_computed,

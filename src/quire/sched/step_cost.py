@@ -5,11 +5,13 @@ constant of steps with prompt tokens, the prompt tokens, and the pairs of a prom
 it. Most delays only lengthen a step, so steps that took much longer than expected count less."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.step_plan import Ints
+from quire.sched.running import Running
 
 Floats = NDArray[np.float64]
 
@@ -31,6 +33,22 @@ _SURE_RATIO = 1.3
 """Steps that took longer than this multiple of the estimate count less."""
 
 
+class Decodes(NamedTuple):
+    """The decodes of a step, and the number of computed tokens of the prompt beside them."""
+
+    count: int
+    context: int
+    """Tokens before the decodes, in total."""
+    prompt_start: int = 0
+
+    @classmethod
+    def of(cls, running: Running, pending: Ints) -> "Decodes":
+        """Return the decodes of the next step, in which the rows in order may compute `pending` tokens."""
+        computed, is_decode = running.num_computed[running.order], pending <= 1
+        start = int(computed[~is_decode].max(initial=0))
+        return cls(int(is_decode.sum()), int(computed[is_decode].sum()), start)
+
+
 class StepCost:
     """Costs of the terms of a step, in seconds."""
 
@@ -44,9 +62,9 @@ class StepCost:
         if seconds <= 0:
             return
         is_decode = chunks == 1
-        prompts = chunks[~is_decode].astype(np.float64)
-        pairs = float((prompts * (starts[~is_decode] + prompts / 2)).sum())
-        terms = _terms(int(is_decode.sum()), float(starts[is_decode].sum()), float(prompts.sum()), pairs)
+        prompts, before = chunks[~is_decode].astype(np.float64), starts[~is_decode]
+        decodes = Decodes(int(is_decode.sum()), int(starts[is_decode].sum()))
+        terms = _terms(decodes, float(prompts.sum()), float((prompts * (before + prompts / 2)).sum()))
         samples = self._mixed if len(prompts) else self._plain
         samples.add(terms, seconds)
         if samples.num_seen <= _FIT_INTERVAL or not samples.num_seen % _FIT_INTERVAL:
@@ -57,14 +75,9 @@ class StepCost:
         """Whether enough steps were measured for an estimate of prompts beside decodes."""
         return bool(self._plain.num_seen) and self._mixed.num_seen >= _LEAST_MIXED
 
-    def decode_s(self, num_decodes: int, context: float) -> float:
-        """Return the seconds of a step of decodes alone, with `context` tokens before them in total."""
-        return self.step_s(num_decodes, context, 0)
-
-    def step_s(self, num_decodes: int, context: float, num_prompt_tokens: int) -> float:
-        """Return the seconds of a step with decodes and the beginning of a prompt."""
-        pairs = num_prompt_tokens**2 / 2
-        return float(_terms(num_decodes, context, num_prompt_tokens, pairs) @ self._costs)
+    def step_s(self, decodes: Decodes, num_prompt_tokens: int = 0) -> float:
+        """Return the seconds of a step with these decodes and prompt tokens."""
+        return float(_terms(decodes, num_prompt_tokens) @ self._costs)
 
     def prompt_s(self, num_tokens: float, start: float = 0.0) -> float:
         """Return the seconds that the rest of a prompt takes alone, from token `start` to token `num_tokens`.
@@ -72,17 +85,16 @@ class StepCost:
         tokens = num_tokens - start
         return float(tokens * self._costs[4] + tokens * (start + tokens / 2) * self._costs[5])
 
-    def num_prompt_tokens(self, seconds: float, num_decodes: int, context: float, start: float) -> int:
-        """Return the number of prompt tokens, after `start` others, that a step of these decodes has room for
-        if it takes at most `seconds`."""
+    def num_prompt_tokens(self, seconds: float, decodes: Decodes) -> int:
+        """Return the number of prompt tokens that a step has room for if it takes at most `seconds`."""
         if not self.is_known:
             return FIRST_TOKENS
         _, _, _, step_s, token_s, pair_s = self._costs.tolist()
-        left_s = seconds - self.decode_s(num_decodes, context) - step_s
+        left_s = seconds - self.step_s(decodes) - step_s
         most = _MAX_GROWTH * max(FIRST_TOKENS, self._mixed.max_prompt_tokens)
         if left_s <= 0:
             return 0
-        linear, square = token_s + pair_s * start, pair_s / 2
+        linear, square = token_s + pair_s * decodes.prompt_start, pair_s / 2
         if linear * most + square * most * most <= left_s:
             return most
         return int(2 * left_s / (linear + math.sqrt(linear * linear + 4 * square * left_s)))
@@ -132,5 +144,8 @@ class _Samples:
         return int(self.terms[:, 4].max(initial=0))
 
 
-def _terms(num_decodes: int, context: float, prompt_tokens: float, pairs: float) -> Floats:
-    return np.array([1.0, num_decodes, context, float(prompt_tokens > 0), prompt_tokens, pairs])
+def _terms(decodes: Decodes, prompt_tokens: float, pairs: float | None = None) -> Floats:
+    """Return the terms of a step. `pairs` defaults to those of a single prompt."""
+    if pairs is None:
+        pairs = prompt_tokens * (decodes.prompt_start + prompt_tokens / 2)
+    return np.array([1.0, decodes.count, decodes.context, prompt_tokens > 0, prompt_tokens, pairs])

@@ -17,8 +17,9 @@ from quire.data.request import Request
 from quire.data.stats import Backlog
 from quire.data.step_plan import Ints
 from quire.logs import get_logger
+from quire.sched.prefill_limit import LEAST_TOKENS
 from quire.sched.running import Running
-from quire.sched.step_cost import StepCost
+from quire.sched.step_cost import Decodes, StepCost
 
 log = get_logger(__name__)
 
@@ -26,8 +27,6 @@ _MARGIN = 0.85
 """Part of a target that a step is planned for; the rest is for deviations from the estimate."""
 _LEAST_PART = 1 / 3
 """If the decodes alone take longer than the target allows, prompts may lengthen their step by this part."""
-_LEAST_TOKENS = 8
-"""Prompt tokens that every step may have, so that prompts make progress."""
 _RENEWAL = 4.0
 """A missed deadline is replaced by one that is this many times as far from the arrival."""
 _COUNT_S = 0.05
@@ -59,17 +58,12 @@ class Targets:
 
     def prompt_limit(self, running: Running, pending: Ints) -> int | None:
         """Return the most prompt tokens of the next step; None if no decode has a target."""
-        rows = running.order
-        decodes = pending <= 1
-        target_s = running.itl_s[rows[decodes]].min(initial=math.inf)
-        if not decodes.any() or target_s == math.inf:
+        target_s = float(running.itl_s[running.order[pending <= 1]].min(initial=math.inf))
+        if target_s == math.inf:
             return None
-        computed = running.num_computed[rows]
-        num_decodes, context = int(decodes.sum()), float(computed[decodes].sum())
-        decode_s = self.cost.decode_s(num_decodes, context)
-        step_s = max(_MARGIN * float(target_s), (1 + _LEAST_PART) * decode_s)
-        start = float(computed[~decodes].max(initial=0))
-        return max(_LEAST_TOKENS, self.cost.num_prompt_tokens(step_s, num_decodes, context, start))
+        decodes = Decodes.of(running, pending)
+        seconds = max(_MARGIN * target_s, (1 + _LEAST_PART) * self.cost.step_s(decodes))
+        return max(LEAST_TOKENS, self.cost.num_prompt_tokens(seconds, decodes))
 
     def due_times(self, running: Running, pending: Ints, now: float) -> NDArray[np.float64]:
         """Return the `due` time of every row in order. It matters only for prompts; decodes have 0."""
@@ -102,23 +96,19 @@ class Targets:
 
     def _prompt_rate(self, running: Running) -> float:
         """Return the prompt tokens per second beside the rows that decode now; 0 if it is not known yet."""
-        rows = running.order
-        pending = running.num_tokens[rows] - running.num_computed[rows]
-        limit = self.prompt_limit(running, pending)
         if not self.cost.is_known:
             return 0.0
+        pending = running.num_tokens[running.order] - running.num_computed[running.order]
+        limit = self.prompt_limit(running, pending)
         if limit is None:
             token_s = self.cost.prompt_s(1)
             return 1 / token_s if token_s else 0.0
-        decodes = rows[pending <= 1]
-        num_computed = int(running.num_computed[decodes].sum())
-        return limit / self.cost.step_s(len(decodes), num_computed, limit)
+        return limit / self.cost.step_s(Decodes.of(running, pending), limit)
 
-    def learn(self, running: Running, chunks: Ints, starts: Ints, seconds: float) -> None:
-        """Record the duration of a step, and warn of targets that it shows to be out of reach."""
-        self.cost.learn(chunks, starts, seconds)
+    def warn_of_steps(self, running: Running) -> None:
+        """Warn once if a step with a single decode takes longer than a target between tokens."""
         if self.cost.is_known and "itl" not in self._warned and len(running):
-            target_s, one_s = float(running.itl_s[running.order].min()), self.cost.decode_s(1, 0)
+            target_s, one_s = float(running.itl_s[running.order].min()), self.cost.step_s(Decodes(1, 0))
             if one_s > target_s:
                 self._warned.add("itl")
                 log.warning(
@@ -128,7 +118,7 @@ class Targets:
                     1e3 * one_s,
                 )
 
-    def check_prompt(self, request: Request) -> None:
+    def warn_of_prompt(self, request: Request) -> None:
         """Warn once if a prompt alone takes longer than its target."""
         alone_s = self.cost.prompt_s(len(request.tokens))
         if request.target.ttft_s and alone_s > request.target.ttft_s and "ttft" not in self._warned:
