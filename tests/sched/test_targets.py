@@ -51,6 +51,7 @@ def test_prompt_with_least_slack_is_first() -> None:
     urgent = request("u", 100, 9.0, priority=-1)
     assert order("priority", targets, late, short, long, urgent) == "ulsp"
     assert order("fcfs", targets, late, short, long, urgent) == "lspu"
+    assert order("fcfs", targets, request("x", 10, 0.0), request("y", 9000, 0.0)) == "xy"
     resumed = request("r", 10, 9.0, has_run=True)
     assert order("fcfs", targets, short, resumed) == "rs"
 

@@ -52,9 +52,12 @@ class Targets:
         renewals = max(0, math.ceil(math.log(waited, _RENEWAL))) if waited > 1 else 0
         return request.queued_at + target_s * _RENEWAL**renewals
 
-    def due(self, request: Request, now: float) -> float:
-        """Return the monotonic time at which the prompt must start to meet its deadline if it runs alone."""
-        return self.deadline(request, now) - self.cost.prompt_s(len(request.tokens))
+    def due(self, request: Request, now: float, num_computed: int = 0) -> float:
+        """Return the monotonic time at which the rest of a prompt must start to meet its deadline if it runs
+        alone. Without a target, this is the deadline, so that such requests are in the order of arrival."""
+        if not request.target.ttft_s:
+            return self.deadline(request, now)
+        return self.deadline(request, now) - self.cost.prompt_s(len(request.tokens), num_computed)
 
     def prompt_limit(self, running: Running, pending: Ints) -> int | None:
         """Return the most prompt tokens of the next step; None if no decode has a target."""
@@ -70,9 +73,7 @@ class Targets:
         times = np.zeros(len(running))
         for place in np.flatnonzero(pending > 1).tolist():
             row = int(running.order[place])
-            request = running.request(row)
-            left_s = self.cost.prompt_s(int(running.num_tokens[row]), int(running.num_computed[row]))
-            times[place] = self.deadline(request, now) - left_s
+            times[place] = self.due(running.request(row), now, int(running.num_computed[row]))
         return times
 
     def backlog(self, requests: Iterable[Request], running: Running) -> Backlog:
@@ -82,12 +83,9 @@ class Targets:
         if now - self._counted_at >= _COUNT_S:
             self._counted_at, tokens = now, Counter[tuple[int, int]]()
             for request in requests:
-                row = request.row
-                left = (
-                    int(running.num_tokens[row] - running.num_computed[row])
-                    if row >= 0
-                    else len(request.tokens)
-                )
+                left, row = len(request.tokens), request.row
+                if row >= 0:
+                    left = int(running.num_tokens[row] - running.num_computed[row])
                 if left > 1:
                     tokens[self._fair * request.tenant, self._by_priority * request.priority] += left
             entries = [(tenant, priority, count) for (tenant, priority), count in tokens.items()]
