@@ -29,6 +29,17 @@ class Unreachable(RequestError):
     status = 422
 
 
+class TooMany(RequestError):
+    """Raised if a request exceeds a limit at the moment; it may be sent again after `retry_after_s`
+    seconds."""
+
+    status = 429
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class EngineError(QuireError, RuntimeError):
     """Raised if the engine failed while it processed a request."""
 

@@ -25,10 +25,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], int
         current.append(tuple(flags))
         yield "http://nowhere"
 
-    def measure(args: Namespace, url: str, level: int) -> tuple[float, float, float]:
+    def measure(args: Namespace, url: str, level: int) -> tuple[float, float, float, float]:
         seen.append((current[-1], level))
         tokens = int(current[-1][0].partition("=")[2])
-        return tokens / 10, level * 2.0, tokens * level / 4
+        has_targets = any(flag.startswith("--slo-ttft-ms") for flag in current[-1])
+        return tokens / (20 if has_targets else 10), level * 2.0, tokens * level / 4, 1.5
 
     monkeypatch.setattr(tune, "served", served)
     monkeypatch.setattr(tune, "_measure", measure)
@@ -50,11 +51,10 @@ def test_best_configuration_within_the_limits_is_recommended(
         "--max-num-batched-tokens=8192 --max-num-seqs=32 --dtype float32" in output
         and "at 8 at once" in output
     )
-    assert "<svg" in (tmp_path / "p.svg").read_text() and len(measured) == 6
+    assert "<svg" in (tmp_path / "p.svg").read_text() and len(measured) == 9
     assert main(flags(tmp_path, "--ttft", "100ms", "--itl", "20ms", "--serve-args", "--dtype float32")) == 0
-    assert "=512 " in capsys.readouterr().out and len(measured) == 6, (
-        "a known configuration was measured again"
-    )
+    assert "=512 " in capsys.readouterr().out
+    assert len(measured) == 12, "a known configuration was measured again"
 
 
 def test_tuning_continues_after_a_failed_run(measured: list[Any], tmp_path: Path) -> None:
@@ -67,7 +67,17 @@ def test_tuning_continues_after_a_failed_run(measured: list[Any], tmp_path: Path
     ]
     (tmp_path / "j.jsonl").write_text("\n".join(lines) + "\n")
     main(flags(tmp_path))
-    assert [level for started, level in measured if "=512" in started[0]] == [1, 64] and len(measured) == 5
+    assert [level for started, level in measured if "=512" in started[0]] == [1, 64] and len(measured) == 8
+
+
+def test_latency_targets_are_tried_and_what_is_missed_is_named(
+    measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path, "--ttft", "500ms", "--itl", "20ms")) == 0
+    output = capsys.readouterr().out
+    assert "--max-num-batched-tokens=8192 --max-num-seqs=32 --slo-ttft-ms=500 --slo-itl-ms=20" in output
+    assert " first tokens" in output and "first tokens and times between tokens" in output
+    assert len(measured) == 9
 
 
 def test_no_configuration_within_the_limits_is_reported(

@@ -25,6 +25,7 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
 from quire.sched.state_cache import StateCache
+from quire.sched.targets import Targets
 
 FULL, LATENT = CacheSpec("full", numbers=8), CacheSpec("latent", planes=1, numbers=16)
 NARROW, WIDE = (CacheSpec("window", numbers=8, window=window) for window in (6, 13))
@@ -482,6 +483,8 @@ class Engine:
     ) -> None:
         has_states = has_ssm_state(LAYOUTS[layout].specs)
         self.drafts = None if limits.get("num_stages", 1) > 1 else drafts
+        if limits.get("targets") is True:
+            limits["targets"] = Targets()
         limits["drafting"] = DRAFTING[self.drafts]() if self.drafts else None
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
         states = None

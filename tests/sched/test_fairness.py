@@ -11,7 +11,7 @@ from symbolic import Engine, continuation
 from test_queues import make_request
 
 from quire.sched.fairness import FairShare
-from quire.sched.queues import FairQueue
+from quire.sched.queues import FairQueue, FcfsQueue, PriorityQueue
 
 GREEDY, LIGHT = 1, 2
 
@@ -24,7 +24,7 @@ class TenantLoad:
         self.engine.check_index = lambda: None  # type: ignore[method-assign]  # slow; test_properties has it
         # A fixed prompt limit keeps steps independent of this machine's speed; test_prefill_limit.py has
         # others.
-        self.engine.scheduler.admitter.prefill_limit.limit = lambda max_tokens: max_tokens  # type: ignore[method-assign]
+        self.engine.scheduler.admitter.cost.num_prompt_tokens = lambda *step: 10**6  # type: ignore[method-assign]
         self.tenants: dict[str, int] = {}
         self.first_token_at: dict[str, int] = {}
         self.computed: list[Counter[int]] = []
@@ -57,7 +57,7 @@ class TenantLoad:
 
 def test_queue_order_follows_tokens_used_per_tenant() -> None:
     shares = FairShare()
-    queue = FairQueue("fcfs", shares)
+    queue = FairQueue(FcfsQueue, shares)
     for number in range(6):
         request = make_request(number)
         request.tenant, request.weight = (1, 1.0) if number < 4 else (2, 2.0)
@@ -72,7 +72,7 @@ def test_queue_order_follows_tokens_used_per_tenant() -> None:
 
 
 def test_policy_decides_within_a_tenant() -> None:
-    queue = FairQueue("priority", FairShare())
+    queue = FairQueue(PriorityQueue, FairShare())
     requests = [make_request(number, priority=-number) for number in range(4)]
     for request in requests:
         queue.push(request)
@@ -82,7 +82,7 @@ def test_policy_decides_within_a_tenant() -> None:
 def test_idle_tenant_earns_no_credit() -> None:
     """Check that a tenant that arrives late does not monopolize the engine."""
     shares = FairShare()
-    queue = FairQueue("fcfs", shares)
+    queue = FairQueue(FcfsQueue, shares)
     for number, tenant in enumerate([1, 1, 2, 2]):
         request = make_request(number)
         request.tenant = tenant

@@ -2,20 +2,24 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from symbolic import Engine
 
-from quire.sched.prefill_limit import FIRST_TOKENS, LEAST_TOKENS, SHORT_S, SLOWDOWN, PrefillLimit
+from quire.sched.prefill_limit import LEAST_TOKENS, SHORT_S, SLOWDOWN, prefill_limit
+from quire.sched.step_cost import FIRST_TOKENS, Decodes, StepCost
 
-MOST = 2048
+FOUR = Decodes(4, 0)
 
 
-def trained_pace(decode_s: float, token_s: float) -> PrefillLimit:
-    """Return a pace after a decode step and a step with 100 additional prompt tokens."""
-    pace = PrefillLimit()
-    pace.learn(4, 0, decode_s)
-    pace.learn(4, 100, decode_s + 100 * token_s)
-    return pace
+def trained(decode_s: float, token_s: float) -> StepCost:
+    """Return step costs after steps with decodes alone and with up to 2,000 additional prompt tokens."""
+    cost = StepCost()
+    for tokens in (100, 500, 1000, 2000) * 2:
+        cost.learn(np.ones(4, np.int32), np.zeros(4, np.int32), decode_s)
+        chunks, starts = np.array([1] * 4 + [tokens], np.int32), np.zeros(5, np.int32)
+        cost.learn(chunks, starts, decode_s + tokens * token_s)
+    return cost
 
 
 @pytest.mark.parametrize(
@@ -23,37 +27,34 @@ def trained_pace(decode_s: float, token_s: float) -> PrefillLimit:
     [
         (0.030, 0.003, 15),  # 75 ms in total
         (0.005, 0.0001, 450),  # 50 ms are short enough
-        (0.005, 0.00002, MOST),
+        (0.005, 0.00002, 2250),
         (0.030, 0.5, LEAST_TOKENS),
-        (0.030, 0.0, MOST),
     ],
 )
 def test_prompt_tokens_per_step_are_bounded(decode_s: float, token_s: float, expected: int) -> None:
-    limit = trained_pace(decode_s, token_s).limit(MOST)
-    assert abs(limit - expected) <= 1
-    if LEAST_TOKENS < limit < MOST:
-        assert decode_s + limit * token_s <= max(SLOWDOWN * decode_s, SHORT_S) + 1e-9
+    limit = prefill_limit(trained(decode_s, token_s), FOUR)
+    assert limit == pytest.approx(expected, rel=0.05, abs=1)
+    if limit > LEAST_TOKENS:
+        assert decode_s + limit * token_s <= 1.01 * max(SLOWDOWN * decode_s, SHORT_S)
 
 
-def test_untrained_pace_uses_default_limit() -> None:
-    pace = PrefillLimit()
-    assert pace.limit(MOST) == FIRST_TOKENS and pace.limit(5) == 5
-    pace.learn(3, 50, 1.0)  # ignored while the duration of a decode step is unknown
-    assert pace.limit(MOST) == FIRST_TOKENS
+def test_unknown_costs_allow_the_first_tokens() -> None:
+    cost = StepCost()
+    assert prefill_limit(cost, FOUR) == FIRST_TOKENS
 
 
 def test_single_slow_step_is_ignored() -> None:
-    pace = trained_pace(0.030, 0.003)
-    before = pace.limit(MOST)
-    pace.learn(4, 0, 5.0)
-    pace.learn(4, 10, 5.0)
-    assert pace.limit(MOST) == before
+    cost = trained(0.030, 0.003)
+    before = prefill_limit(cost, FOUR)
+    cost.learn(np.ones(4, np.int32), np.zeros(4, np.int32), 5.0)
+    cost.learn(np.array([1] * 4 + [10], np.int32), np.zeros(5, np.int32), 5.0)
+    assert prefill_limit(cost, FOUR) == pytest.approx(before, abs=3)
 
 
 def plans_with(prompt_tenant: int, limit: int, **limits: Any) -> list[list[int]]:
     """Return the tokens of each row in the steps of a long prompt while a request of tenant 1 decodes."""
     engine = Engine(fair=True, num_blocks=400, max_num_batched_tokens=64, **limits)
-    engine.scheduler.admitter.prefill_limit.limit = lambda max_tokens: min(limit, max_tokens)  # type: ignore[method-assign]
+    engine.scheduler.admitter.cost.num_prompt_tokens = lambda *step: limit  # type: ignore[method-assign]
     engine.add("a", [5, 6, 7], 40, tenant=1)
     engine.step()
     num_before = len(engine.plans)

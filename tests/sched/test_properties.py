@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from symbolic import LAYOUTS, Engine, continuation, logprobs_of, widened
 
+from quire.data.latency_target import LatencyTarget
 from quire.data.params import SamplingParams
 
 
@@ -60,6 +61,7 @@ LIMITS: dict[str, st.SearchStrategy[Any]] = {
     "reserve_full_prompt": st.booleans(),
     "watermark": st.sampled_from([0.0, 0.1]),
     "fair": st.booleans(),
+    "targets": st.booleans(),
     "drafts": st.sampled_from([None, "host", "worker"]),
     "num_slots": st.integers(1, 6),
     "unit": st.sampled_from([4, 4, 8]),
@@ -103,6 +105,7 @@ def add(engine: Engine, number: int, arrival: Arrival, **progress: Any) -> None:
         arrival.count,
         priority=arrival.priority,
         tenant=arrival.family,
+        target=LatencyTarget(0.001 * arrival.family, 0.001),
         params=params,
         eos_id=answer(number, arrival)[1],
         **progress,

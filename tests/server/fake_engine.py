@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.checkpoint.pooling import PoolingFacts
 from quire.configure import vocabulary_of
+from quire.data.latency_target import LatencyTarget
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
@@ -209,6 +210,7 @@ class FakeEngine:
         self.removals: list[tuple[str, int]] = []
         """Adapter names, each with the number of requests in flight at its removal."""
         self.loras: list[LoRARequest | None] = []
+        self.targets: list[LatencyTarget | None] = []
         """LoRA request of each request, in order."""
         self.seen: list[tuple[str, Prompt, SamplingParams, int]] = []
         self.pooled: list[tuple[str, Prompt, PoolingParams, int]] = []
@@ -242,9 +244,11 @@ class FakeEngine:
         timed: bool = False,
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
+        target: LatencyTarget | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check()
         self.loras.append(lora)
+        self.targets.append(target)
         if rank not in (None, 0):
             raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
         engine_id = f"{request_id}-{len(self.seen)}"  # as the real engine, it makes ids unique
@@ -338,9 +342,11 @@ class FakeEngine:
         rank: int | None = None,
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
+        target: LatencyTarget | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         self.check()
         self.loras.append(lora)
+        self.targets.append(target)
         if rank not in (None, 0):
             raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
         request = self.inputs.pooling_request(

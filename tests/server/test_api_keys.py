@@ -13,6 +13,7 @@ from disconnecting import post
 from fake_engine import FakeEngine
 
 from quire.config.env import Env
+from quire.data.latency_target import LatencyTarget
 from quire.errors import ConfigError
 from quire.metrics.api_keys import KeyPages
 from quire.server.api_keys import Key, digest, key_names, read_keys
@@ -53,6 +54,14 @@ def test_key_files_and_plain_keys_are_combined(tmp_path: Path) -> None:
     assert (keys[2].weight, keys[2].max_concurrency, keys[2].tokens_per_minute) == (1.0, None, None)
 
 
+def test_targets_of_a_key_replace_those_of_the_server(tmp_path: Path) -> None:
+    (key, plain) = read_keys([file_of(tmp_path, {"keys": [*one(slo_ttft_ms=200)["keys"], ENTRIES[1]]})])
+    assert key.target == LatencyTarget(0.2, 0.0) and plain.target is None
+    ledger = Ledger([key, plain])
+    accounts = [ledger.account(key), ledger.account(plain)]
+    assert [account and account.target for account in accounts] == [key.target, None]
+
+
 def one(**fields: Any) -> dict[str, Any]:
     return {"keys": [{"name": "a", "key": "sk-secret"} | fields]}
 
@@ -74,6 +83,8 @@ def one(**fields: Any) -> dict[str, Any]:
         (one(tokens_per_minute=1.5), "tokens_per_minute is 1.5"),
         (one(cache_group=""), "cache_group must be a text of 1 to 64 printable characters"),
         (one(cache_group=7), "cache_group must be a text"),
+        (one(slo_ttft_ms=0), "slo_ttft_ms is 0, expected milliseconds above 0"),
+        (one(slo_itl_ms="sk-secret"), "slo_itl_ms is a str"),
         (one(wieght=1), "unknown field 'wieght'; did you mean 'weight'?"),
         (one(**{"sk-secret": 1}), "keys[0]: unknown field; known: name, key, weight"),
         (one(name=""), "keys[0]: name must be"),

@@ -33,11 +33,16 @@ class Setting(NamedTuple):
 
     max_num_batched_tokens: int
     max_num_seqs: int
+    ttft_ms: float = 0.0
+    """Latency target of the first token; `itl_ms` is that between tokens. 0: none."""
+    itl_ms: float = 0.0
 
     @property
     def flags(self) -> list[str]:
-        tokens, seqs = self
-        return [f"--max-num-batched-tokens={tokens}", f"--max-num-seqs={seqs}"]
+        tokens, seqs, ttft_ms, itl_ms = self
+        static = [f"--max-num-batched-tokens={tokens}", f"--max-num-seqs={seqs}"]
+        targets = [f"--slo-ttft-ms={ttft_ms:g}", f"--slo-itl-ms={itl_ms:g}", "--slo-max-wait=0"]
+        return [*static, *targets] if ttft_ms else static
 
 
 class TunePoint(NamedTuple):
@@ -49,6 +54,13 @@ class TunePoint(NamedTuple):
     """95th percentile of the time to first token; `itl_ms` is that of the inter-token latency."""
     itl_ms: float
     tok_s: float
+    good_s: float = 0.0
+    """Requests per second of which the first token and the mean time per output token keep the limits."""
+
+    def limit(self, ttft_ms: float, itl_ms: float) -> str:
+        """Return the limits that the point does not keep, as text."""
+        missed = [("first tokens", self.ttft_ms > ttft_ms), ("times between tokens", self.itl_ms > itl_ms)]
+        return " and ".join(name for name, is_missed in missed if is_missed)
 
     def keeps(self, ttft_ms: float, itl_ms: float) -> bool:
         return self.ttft_ms <= ttft_ms and self.itl_ms <= itl_ms
@@ -80,15 +92,20 @@ def run(args: argparse.Namespace) -> int:
     limits = _milliseconds(args.ttft), _milliseconds(args.itl)
     candidates = itertools.product(_numbers(args.max_num_batched_tokens), _numbers(args.max_num_seqs))
     settings = [Setting(tokens, seqs) for tokens, seqs in candidates if tokens >= seqs]
+    settings.append(Setting(*max(settings)[:2], *limits))
     points = sweep(args, settings, _numbers(args.concurrency))
     args.svg.write_text(pareto_chart(points, *limits), encoding="utf-8")
     good = [point for point in points if point.keeps(*limits)]
     for point in sorted(points, key=lambda point: -point.tok_s):
         mark = "*" if point in good else " "
         print(
-            f"{mark} {_title(point):<44} {point.ttft_ms:9.1f} {point.itl_ms:8.1f} {point.tok_s:10,.0f} tok/s"
+            f"{mark} {_title(point):<44} {point.ttft_ms:9.1f} {point.itl_ms:8.1f} {point.tok_s:10,.0f} tok/s "
+            f"{point.good_s:7.2f} {point.limit(*limits)}"
         )
-    print(f"(p95 of TTFT and ITL in ms; chart: {args.svg})")
+    print(
+        f"(p95 of TTFT and ITL in ms; requests per second that keep {args.ttft} and {args.itl}; what is too "
+        f"late; chart: {args.svg})"
+    )
     if not good:
         print(f"Nothing keeps {args.ttft} and {args.itl}: try fewer concurrent requests or a faster machine.")
         return 1
@@ -171,15 +188,16 @@ def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Any) 
     raise ConfigError(f"the server is not healthy after {_START_S:g} s")
 
 
-def _measure(args: argparse.Namespace, url: str, level: int) -> tuple[float, float, float]:
-    """Return TTFT, ITL and tokens per second, measured by `quire bench serve`."""
+def _measure(args: argparse.Namespace, url: str, level: int) -> tuple[float, float, float, float]:
+    """Return TTFT, ITL, tokens per second and good requests per second, measured by `quire bench serve`."""
+    limits = (f"ttft:{_milliseconds(args.ttft):g}", f"tpot:{_milliseconds(args.itl):g}")
     with tempfile.TemporaryDirectory() as folder:
         words = [
             *(sys.executable, "-m", "quire", "bench", "serve", "--base-url", url, "--ignore-eos"),
             *("--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)),
             *("--num-prompts", str(args.requests * level), "--max-concurrency", str(level)),
             *("--percentile-metrics", "ttft,itl", "--metric-percentiles", "95", "--save-result"),
-            *("--result-dir", folder, "--result-filename", "result.json"),
+            *("--goodput", *limits, "--result-dir", folder, "--result-filename", "result.json"),
         ]
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
@@ -187,12 +205,13 @@ def _measure(args: argparse.Namespace, url: str, level: int) -> tuple[float, flo
         result = json.loads((Path(folder) / "result.json").read_text())
     if result["failed"]:
         raise ConfigError(f"{result['failed']} of {args.requests * level} requests failed at {level} at once")
-    return result["p95_ttft_ms"], result["p95_itl_ms"], result["output_throughput"]
+    rates = (result["output_throughput"], result["request_goodput"])
+    return result["p95_ttft_ms"], result["p95_itl_ms"], *rates
 
 
 def _title(point: TunePoint) -> str:
-    tokens, seqs = point.setting
-    return f"tokens {tokens}, seqs {seqs}, {point.concurrency} at once"
+    tokens, seqs, ttft_ms, _ = point.setting
+    return f"tokens {tokens}, seqs {seqs}{', targets' if ttft_ms else ''}, {point.concurrency} at once"
 
 
 def _milliseconds(text: str) -> float:

@@ -10,42 +10,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from quire.config.extensions import ExtensionSection
-
-
-@dataclass(frozen=True, slots=True)
-class FieldRule:
-    """Bounds on the values of a field, and its form on the command line."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    human: bool = False
-    """Whether `4k` and `4K` are read as 4000 and 4096."""
-    auto: bool = False
-    """Whether `auto` and -1 are accepted in addition to a number."""
-    short: str = ""
-    repeats: bool = False
-    """Whether the flag may be given several times, with all values combined."""
-    derived: bool = False
-    """Whether only `resolve()` sets the field; it has no flag."""
-
-    def allows(self, value: float) -> bool:
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        bounds = [
-            ("at least", self.at_least),
-            ("above", self.above),
-            ("at most", self.at_most),
-            ("below", self.below),
-        ]
-        return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+from quire.config.field_rule import FieldRule
+from quire.data.latency_target import LatencyTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +206,22 @@ class SchedulerSection:
     async_scheduling: bool
     """Plan the next step while the device runs this one. Default: on with CUDA. Off with pipeline stages,
     which run as many steps of different requests at once as there are stages."""
+    slo_ttft_ms: Annotated[float | None, FieldRule(above=0)] = None
+    """Target of the time to the first token, in milliseconds: the prompt that must start first to meet it is
+    next. A key or a request may have its own. Default: none."""
+    slo_itl_ms: Annotated[float | None, FieldRule(above=0)] = None
+    """Target of the time between two tokens of an answer, in milliseconds: prompts are cut so that running
+    answers meet it. Default: none."""
+    slo_max_wait: Annotated[float, FieldRule(at_least=0)] = 4.0
+    """A request whose first token is expected later than this multiple of slo_ttft_ms is refused with 429; 0:
+    no request is refused."""
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
     """`throughput` doubles the defaults of max_num_batched_tokens and max_num_seqs."""
+
+    @property
+    def target(self) -> LatencyTarget:
+        """Return the targets of requests without their own."""
+        return LatencyTarget((self.slo_ttft_ms or 0.0) / 1e3, (self.slo_itl_ms or 0.0) / 1e3)
 
     @property
     def max_chunk(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from quire.config.sections import FieldRule
+from quire.config.field_rule import FieldRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from quire.config.args import check_value
-from quire.config.sections import FieldRule, options_of
+from quire.config.field_rule import FieldRule
+from quire.config.sections import options_of
 from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.errors import ConfigError, check_keys, nearest
 from quire.logs import get_logger, warn_once

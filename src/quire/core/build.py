@@ -23,6 +23,7 @@ from quire.sched.routed_experts import RoutedExperts
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
 from quire.sched.state_cache import StateCache
+from quire.sched.targets import Targets
 from quire.system.process import limit_thread_spinning
 from quire.text.grammar import Grammars
 
@@ -119,6 +120,7 @@ def build_scheduler(
         num_stages=config.parallel.pipeline_parallel_size,
         grammars=grammars,
         fair=limits.share_by_key,
+        targets=Targets(fair=limits.share_by_key, policy=limits.scheduling_policy) if limits.target else None,
         drafting=_build_drafting(config),
         routed=routed,
         adapters=adapters,

@@ -111,6 +111,8 @@ class EngineCore:
         stats.waiting_adapters = scheduler.adapters.waiting_names
         stats.kv_usage = scheduler.kv.pool.usage
         stats.tiers = scheduler.kv.take_tier_stats()
+        if (targets := scheduler.admitter.targets) is not None:
+            stats.backlog = targets.backlog(scheduler.requests.values(), scheduler.running)
         return stats
 
     def clear(self) -> None:

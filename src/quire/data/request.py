@@ -4,6 +4,7 @@ import msgspec
 
 from quire.data.cache_hints import CacheHints
 from quire.data.kv_transfer import RemotePrefix, remote_prefix, transfer_params
+from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.lora import LoRARequest
 from quire.data.multimodal import Media
 from quire.data.params import SamplingParams
@@ -46,6 +47,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Number of the request's tenant if tokens are shared fairly by API key; 0 for no tenant."""
     weight: float = 1.0
     """Weight of the tenant's share."""
+    target: LatencyTarget = NO_TARGET
+    """Latency targets of the request."""
     pooling: PoolingParams | None = None
     """Parameters for a pooling model: the sequence ends with its prompt and has a pooled output."""
 

@@ -4,9 +4,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.params import SamplingParams
 from quire.registry import LazyTable
 
+SLO_RESULTS = ("good", "late_first_token", "slow_tokens", "late_and_slow", "refused")
+"""Results of requests with latency targets. `slow_tokens`: the mean time per token after the first was above
+the target."""
 STAT_LOGGERS = LazyTable("stat logger", {})
 """Functions of plugins that receive the `IntervalStats` of an engine core."""
 
@@ -48,6 +52,29 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     """Number of prefixes that were kept for another engine and not read in time."""
 
 
+class Backlog(msgspec.Struct):
+    """Prompt tokens that an engine core has still to compute, for an estimate of the time to a first
+    token."""
+
+    rate: float = 0.0
+    """Prompt tokens per second; 0: not known yet."""
+    tokens: list[tuple[int, int, int]] = []
+    """Tenant, priority and prompt tokens; the tenant is 0 unless tokens are shared by key, and the priority
+    is 0 unless requests are ordered by it."""
+
+    def wait_s(self, tenant: int, priority: int, num_tokens: int) -> float:
+        """Return the expected seconds until a new prompt of `num_tokens` is computed; 0 if that is not
+        known."""
+        if not self.rate:
+            return 0.0
+        ahead = [(owner, count) for owner, value, count in self.tokens if value <= priority]
+        total = sum(count for _, count in ahead)
+        if tenant:
+            num_tenants = len({tenant, *(owner for owner, _ in ahead)})
+            total = min(total, num_tenants * sum(count for owner, count in ahead if owner == tenant))
+        return (total + num_tokens) / self.rate
+
+
 class StepStats(msgspec.Struct):
     """Statistics of the engine after a step, for metrics and the log line."""
 
@@ -84,6 +111,8 @@ class StepStats(msgspec.Struct):
     tiers: TierStats | None = None
     """None without lower tiers of the KV cache."""
     weight_version: str = ""
+    backlog: Backlog | None = None
+    """None without latency targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +172,19 @@ class FinishedSequence:
     params: SamplingParams
     arrived_at: float
     times: SequenceTimes
+    target: LatencyTarget = NO_TARGET
+
+    @property
+    def slo_result(self) -> str:
+        """Return which of its latency targets the sequence has met, as the metric `slo_requests` names it; an
+        empty string without targets or without output."""
+        times, target = self.times, self.target
+        if not target or not self.num_output_tokens:
+            return ""
+        first_s = times.first_token_at - times.queued_at
+        mean_s = (times.last_token_at - times.first_token_at) / max(self.num_output_tokens - 1, 1)
+        is_late, is_slow = 0 < target.ttft_s < first_s, 0 < target.itl_s < mean_s
+        return SLO_RESULTS[is_late + 2 * is_slow]
 
 
 @dataclass(slots=True)

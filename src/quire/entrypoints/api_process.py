@@ -128,6 +128,8 @@ def _build_facts(config: EngineConfig, num_cores: int) -> EngineFacts:
         chat_template=read_template(model.chat_template),
         version=__version__,
         start_time=time.time(),
+        target=config.scheduler.target,
+        slo_max_wait=config.scheduler.slo_max_wait,
     )
 
 

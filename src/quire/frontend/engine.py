@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.data.latency_target import LatencyTarget
 from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
@@ -15,13 +16,14 @@ from quire.data.pooling import PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Abort
-from quire.errors import EngineDead, EngineError, QuireError, RequestError
+from quire.errors import EngineDead, EngineError, QuireError, RequestError, TooMany
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.control import CoreControl
 from quire.frontend.core_calls import CoreCalls
 from quire.frontend.core_links import open_links
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.engine_link import EngineLink
+from quire.frontend.expected_wait import check_expected_wait
 from quire.frontend.fleet_link import Fleet
 from quire.frontend.in_flight import (
     RequestInFlight,
@@ -187,16 +189,19 @@ class AsyncEngine:
         timed: bool = False,
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
+        target: LatencyTarget | None = None,
     ) -> OutputStream[RequestOutput]:
-        """Stream the outputs of a request; an invalid request raises at once. With a `rank` the request is
-        sent only to that core; with `timed` its share of the step times is measured."""
+        """Stream the outputs of a request; an invalid request, or one that would miss its target by far,
+        raises at once. With a `rank` the request is sent only to that core; with `timed` its share of the
+        step times is measured."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         requests = self.inputs.requests(
             id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed, lora=lora
         )
         is_delta = requests[0].params.output_kind is RequestOutputKind.DELTA
-        return self._stream(id, RequestInFlight(prompt, requests, rank, account), is_delta=is_delta)
+        flight = RequestInFlight(prompt, requests, rank, account)
+        return self._stream(id, flight, is_delta=is_delta, target=target)
 
     def encode(
         self,
@@ -208,12 +213,13 @@ class AsyncEngine:
         rank: int | None = None,
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
+        target: LatencyTarget | None = None,
     ) -> OutputStream[PoolingRequestOutput[PoolingOutput]]:
         """Stream the single output of a pooling request; an invalid request raises at once."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority, lora=lora)
-        return self._stream(id, RequestInFlight(prompt, [request], rank, account))
+        return self._stream(id, RequestInFlight(prompt, [request], rank, account), target=target)
 
     def _internal_id(self, request_id: str, rank: int | None) -> str:
         ranks = [link.rank for link in self._links]
@@ -222,10 +228,18 @@ class AsyncEngine:
             raise RequestError(f"data_parallel_rank {rank} is out of range: there {known}")
         return f"{request_id}-{self._tag}{next(self._numbers):x}"
 
-    def _stream(self, id: str, flight: RequestInFlight, *, is_delta: bool = False) -> OutputStream[Any]:
-        if flight.account is not None:
-            for request in flight.requests:
+    def _stream(
+        self, id: str, flight: RequestInFlight, *, is_delta: bool = False, target: LatencyTarget | None = None
+    ) -> OutputStream[Any]:
+        for request in flight.requests:
+            request.target = request.target if target is None else target
+            if flight.account is not None:
                 request.tenant, request.weight = flight.account.tenant, flight.account.weight
+        try:
+            check_expected_wait(flight.requests[0], self._links, self.facts.slo_max_wait)
+        except TooMany:
+            self._pages[0].count_refused()
+            raise
 
         def begin(stream: OutputStream[Any]) -> None:
             self._check_any()
@@ -258,6 +272,7 @@ class AsyncEngine:
             self._pages[place].count_resumed()
         flight.num_sent += 1
         flight.num_before, flight.lost_at = flight.num_tokens, 0.0
+        link.num_unreported += len(first.tokens)
         link.send(flight.outgoing(processor_cache))
 
     def _expect(self, id: str, flight: RequestInFlight, link: EngineLink) -> RequestState:
@@ -344,7 +359,7 @@ class AsyncEngine:
         self._send_waiting()
 
     def on_stats(self, link: EngineLink, page: bytes) -> None:
-        stats = link.stats
+        stats, link.num_unreported = link.stats, 0
         self._router.update_load(
             link.place, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_usage
         )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from quire.data.latency_target import NO_TARGET, LatencyTarget
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -22,3 +24,8 @@ class EngineFacts:
     chat_template: str | None
     version: str
     start_time: float
+    target: LatencyTarget = NO_TARGET
+    """Latency targets of requests without their own."""
+    slo_max_wait: float = 0.0
+    """A request is refused if its first token is expected later than this multiple of its target; 0:
+    never."""

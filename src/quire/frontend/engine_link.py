@@ -51,6 +51,8 @@ class EngineLink(ABC):
         self.core: Ready | None = None
         self.stats = StepStats()
         """Last reported gauges of the core."""
+        self.num_unreported = 0
+        """Prompt tokens sent to the core since its last report."""
         self.was_up = False
         self.start_s = 0.0
         """Seconds that the last start of the core took."""

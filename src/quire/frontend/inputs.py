@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from quire.checkpoint.pooling import PoolingFacts
 from quire.data.cache_hints import CacheHints
 from quire.data.cache_scope import scoped_salt
+from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.lora import LoRARequest
 from quire.data.multimodal import Media
 from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -116,6 +117,7 @@ class InputProcessor:
         enable_lora: bool = False,
         num_extra_vocab: int = 0,
         validators: Sequence[Validator] = (),
+        target: LatencyTarget = NO_TARGET,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = self.model_vocab = vocab
@@ -133,6 +135,8 @@ class InputProcessor:
         self.enable_lora = enable_lora
         self.num_extra_vocab = num_extra_vocab
         """Tokens that a LoRA adapter may add to the vocabulary."""
+        self.target = target
+        """Latency targets of requests without their own."""
         self.validators = validators
         """Further checks of sampling parameters: by custom logits processors, and for engine options."""
         self._lora_tokenizers = None if tokenizer is None else LoRATokenizers(tokenizer)
@@ -379,6 +383,7 @@ class InputProcessor:
                 media=prompt.media,
                 timed=timed,
                 lora=lora,
+                target=self.target,
                 top_id=top_id,
             )
             for k in range(params.n)

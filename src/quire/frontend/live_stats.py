@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from quire.data.latency_target import LatencyTarget
 from quire.data.outputs import RequestStateStats
+from quire.data.stats import SLO_RESULTS
 from quire.data.timeline import RequestTimeline
 from quire.errors import EngineError
 from quire.frontend.engine_facts import EngineFacts
@@ -86,6 +88,7 @@ class LiveView:
             "prefix_hit_rate": pages.value("prefix_cache_hits") / queries if queries else 0.0,
             "preemptions": int(pages.value("num_preemptions")),
             "requests_finished": int(ended),
+            "targets": _describe_targets(facts.target, pages),
         } | self._recent(pages.value("prompt_tokens"), pages.value("generation_tokens"))
 
     def _recent(self, num_prompt: float, num_generated: float) -> dict[str, Any]:
@@ -106,6 +109,23 @@ def _describe(ended: _Ended) -> dict[str, Any]:
     timeline: dict[str, Any] = msgspec.to_builtins(RequestTimeline.of(ended.stats, ended.num_cached))
     num_output = ended.stats.num_generation_tokens
     return timeline | {"id": ended.id, "prompt_tokens": ended.num_prompt, "completion_tokens": num_output}
+
+
+def _describe_targets(target: LatencyTarget, pages: MetricsPages) -> str | None:
+    """Return the latency targets, the share of the requests that met them, and why others did not."""
+    if not target:
+        return None
+    parts = [("first token", target.ttft_s), ("between tokens", target.itl_s)]
+    text = ", ".join(f"{name} {1e3 * seconds:g} ms" for name, seconds in parts if seconds)
+    counts = {result: int(pages.value(f"slo_requests:{result}")) for result in SLO_RESULTS}
+    if not (total := sum(counts.values())):
+        return text
+    missed = [
+        f"{count} {result.replace('_', ' ')}"
+        for result, count in counts.items()
+        if count and result != "good"
+    ]
+    return f"{text}: {counts['good'] / total:.1%} good" + "".join(f", {part}" for part in missed)
 
 
 def _percentiles(seconds: deque[float]) -> dict[str, float]:

@@ -34,4 +34,5 @@ def open_inputs(
         enable_lora=config.lora.enable_lora,
         num_extra_vocab=config.lora.lora_extra_vocab_size,
         validators=validators_of(config),
+        target=config.scheduler.target,
     )

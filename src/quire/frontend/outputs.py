@@ -83,7 +83,7 @@ class OutputProcessor:
         streams = interval == 1 and first.params.output_kind is not RequestOutputKind.FINAL_ONLY
         parent = RequestState(request_id, prompt, first.params, first.arrived_at, interval, streams)
         parent.num_open, parent.account, parent.lora = len(requests), account, first.lora
-        parent.pools = first.pooling is not None
+        parent.pools, parent.target = first.pooling is not None, first.target
         parent.tokenizer = self.tokenizer if first.lora is None else self._tokenizer_of(first.lora)
         if first.params.prompt_logprobs is not None:
             parent.prompt_logprobs = FlatLogprobs() if first.params.flat_logprobs else []

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.lora import LoRARequest
 from quire.data.outputs import (
     CompletionOutput,
@@ -193,6 +194,7 @@ class SequenceState:
             params=parent.params,
             arrived_at=parent.arrived_at,
             times=self.times,
+            target=parent.target,
         )
 
 
@@ -221,6 +223,7 @@ class RequestState:
     lora: LoRARequest | None = None
     tokenizer: Tokenizer | None = None
     account: KeyAccount | None = None
+    target: LatencyTarget = NO_TARGET
 
     @property
     def has_run(self) -> bool:

@@ -13,6 +13,8 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as PromMetric
 
+from quire.data.latency_target import LatencyTarget
+
 COLUMNS = ("requests", "prompt_tokens", "generation_tokens", "running")
 REASONS = ("concurrency", "tokens")
 """Limits of an API key that a request can be rejected for."""
@@ -79,13 +81,17 @@ class KeyPages:
 
 
 class KeyAccount:
-    """An API key in the engine: its tenant and weight for scheduling, and its token counters."""
+    """An API key in the engine: its tenant, weight and targets for scheduling, and its token counters."""
 
-    def __init__(self, number: int, weight: float, pages: KeyPages) -> None:
+    def __init__(
+        self, number: int, weight: float, pages: KeyPages, target: LatencyTarget | None = None
+    ) -> None:
+        """`target` has the latency targets of the key; None: those of the server."""
         self._number = number
         self._pages = pages
         self.tenant = number + 1
         self.weight = weight
+        self.target = target
 
     def add_prompt(self, num_tokens: int) -> None:
         self._pages.add(self._number, "prompt_tokens", num_tokens)

@@ -170,6 +170,8 @@ class MetricsPages:
     def _observe_end(self, ended: FinishedSequence) -> None:
         self._add(f"request_success:{ended.reason}", 1)
         times = ended.times
+        if ended.slo_result:
+            self._add(f"slo_requests:{ended.slo_result}", 1)
         self._record("request_prompt_tokens", ended.num_prompt_tokens)
         self._record("request_generation_tokens", ended.num_output_tokens)
         self._record("request_prefill_kv_computed_tokens", ended.num_prompt_tokens - ended.num_cached)
@@ -188,6 +190,10 @@ class MetricsPages:
         self._record("request_inference_time_seconds", times.last_token_at - times.scheduled_at)
         if ended.num_output_tokens > 1:
             self._record("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
+
+    def count_refused(self) -> None:
+        """Count a request that was refused because it would have missed its latency target."""
+        self._add("slo_requests:refused", 1)
 
     def count_resumed(self) -> None:
         """Count a request that continues on another or a restarted engine core after a crash."""

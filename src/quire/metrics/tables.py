@@ -1,6 +1,7 @@
 """The names, help texts and buckets of the metrics of an engine."""
 
 from quire.data.prefix_miss import MISS_REASONS
+from quire.data.stats import SLO_RESULTS
 from quire.metrics.kv_offload import COUNTERS as OFFLOAD_COUNTERS
 from quire.metrics.kv_offload import HISTOGRAMS as OFFLOAD_HISTOGRAMS
 from quire.metrics.kv_offload import LABELLED as OFFLOAD_LABELLED
@@ -68,6 +69,7 @@ LABELLED = {
         ("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
     "prefix_cache_misses": ("Requests with a prefix cache miss.", "reason", tuple(MISS_REASONS)),
+    "slo_requests": ("Requests with latency targets that ended or were refused.", "result", SLO_RESULTS),
     "num_requests_waiting_by_reason": ("Waiting requests by reason.", "reason", ("capacity", "deferred")),
     "engine_sleep_state": (
         "1 for the current sleep state of the engine.",

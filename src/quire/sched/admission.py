@@ -3,6 +3,7 @@
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.data.request import Request
 from quire.data.step_plan import Admission, FirstRun, Ints
@@ -14,10 +15,12 @@ from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, StepLimits
 from quire.sched.lora import LoRAScheduler
-from quire.sched.prefill_limit import PrefillLimit
-from quire.sched.queues import QUEUE_CLASSES, FairQueue
+from quire.sched.prefill_limit import prefill_limit
+from quire.sched.queues import open_queue
 from quire.sched.running import RowIds, Running
 from quire.sched.spec import NO_DRAFTS, Drafting, Drafts
+from quire.sched.step_cost import Decodes, StepCost
+from quire.sched.targets import Targets
 
 
 class Admitter:
@@ -39,9 +42,11 @@ class Admitter:
         watermark: float,
         fair: bool = False,
         drafting: Drafting | None = None,
+        targets: Targets | None = None,
     ) -> None:
-        """Build the admitter. With `fair`, the tokens of a step are divided between tenants."""
-        self.drafting = drafting
+        """Build the admitter. With `fair`, the tokens of a step are divided between tenants; with `targets`,
+        prompts are limited and ordered by the latency targets of requests."""
+        self.drafting, self.targets = drafting, targets
         self.kv = kv
         if kv.tiers is not None:
             kv.tiers.running = running
@@ -55,32 +60,37 @@ class Admitter:
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.shares = FairShare() if fair else None
-        self.prefill_limit = PrefillLimit()
+        self.cost = StepCost() if targets is None else targets.cost
         self.policy = policy
-        queue = QUEUE_CLASSES[policy]() if self.shares is None else FairQueue(policy, self.shares)
-        self.waiting = ReadyQueue(queue, checks)
+        self.waiting = ReadyQueue(open_queue(policy, self.shares, targets), checks)
 
     def record_time(self, flight: StepInFlight) -> None:
         """Update the estimated costs of drafts and prompt tokens with the duration of a step."""
         if self.drafting is not None:
             self.drafting.record_time(flight)
-        if self.shares is not None:
-            num_decodes = int((flight.plan.num_tokens == 1).sum())
-            num_prompt_tokens = flight.plan.total_tokens - num_decodes
-            self.prefill_limit.learn(num_decodes, num_prompt_tokens, flight.seconds)
+        if self.shares is not None or self.targets is not None:
+            plan = flight.plan
+            chunks = plan.num_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_tokens
+            self.cost.learn(chunks, flight.starts, flight.seconds)
+        if self.targets is not None:
+            self.targets.warn_of_steps(self.running)
 
     def _limit_prompts(self, pending: Ints) -> None:
-        """Limit the prompt tokens of the next step if rows decode and several tenants have requests."""
+        """Limit the prompt tokens of the next step beside rows that decode: if several tenants have requests,
+        and by the targets of these rows."""
         limits, running = self.limits, self.running
         limits.paced_tokens = None
-        if self.shares is None or not self.chunked_prefill or self.fault_isolation or not len(running):
+        if not self.chunked_prefill or self.fault_isolation or not len(running):
             return
-        tenants = running.tenant[running.order]
-        request = self.waiting.next()
-        is_shared = (tenants != tenants[0]).any() or (request is not None and request.tenant != tenants[0])
-        num_decodes = int((pending <= 1).sum())
-        if is_shared and num_decodes:
-            limits.paced_tokens = num_decodes + self.prefill_limit.limit(limits.max_tokens)
+        num_decodes, most = int((pending <= 1).sum()), []
+        if self.shares is not None and num_decodes:
+            tenants, request = running.tenant[running.order], self.waiting.next()
+            if (tenants != tenants[0]).any() or (request is not None and request.tenant != tenants[0]):
+                most.append(prefill_limit(self.cost, Decodes.of(running, pending)))
+        if self.targets is not None and (limit := self.targets.prompt_limit(running, pending)) is not None:
+            most.append(limit)
+        if most:
+            limits.paced_tokens = num_decodes + min(most)
 
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
         """Return how many of its `pending` tokens each row of `running.order` computes in the next step. With
@@ -89,18 +99,32 @@ class Admitter:
         if self.kv.states is not None:
             pending = self.kv.states.limit(self.running, pending)
         pending = self.media.allow(self.running, pending, self.limits)
-        if self.shares is None:
+        if self.shares is None and self.targets is None:
             chunks = self.limits.divide(pending)
         else:
-            levels = self.shares.levels[self.running.tenant[self.running.order]]
-            claim = self._claim(int(pending.sum())) if admits else None
+            request = self._claimant(int(pending.sum())) if admits else None
+            levels, level = self._levels(pending, request)
+            claim = request and Claim(level, min(len(request.tokens), self.limits.max_chunk))
             chunks = self.limits.divide(pending, levels, claim)
         return self.media.undivided(self.running, chunks, self.limits)
 
-    def _claim(self, num_pending: int) -> Claim | None:
-        """Return the tokens that running rows leave to the next waiting request. None: it cannot be admitted,
-        or it fits without a claim."""
-        assert self.shares is not None
+    def _levels(self, pending: Ints, request: Request | None) -> tuple[NDArray[np.float64], float]:
+        """Return the level of each row in order, and of a waiting request: the lowest gets tokens first.
+        Levels are those of the tenants; within a tenant they follow the time at which a prompt must start."""
+        tenants = self.running.tenant[self.running.order]
+        levels = np.zeros(len(tenants)) if self.shares is None else self.shares.levels[tenants]
+        level = 0.0 if self.shares is None or request is None else self.shares.levels.item(request.tenant)
+        if self.targets is None:
+            return levels, level
+        now = time.monotonic()
+        due = self.targets.due_times(self.running, pending, now)
+        due = np.append(due, np.inf if request is None else self.targets.due(request, now))
+        ranks = np.lexsort((due, np.append(levels, level))).argsort().astype(np.float64)
+        return ranks[:-1], ranks.item(-1)
+
+    def _claimant(self, num_pending: int) -> Request | None:
+        """Return the next waiting request if running rows must leave tokens to it. None: it cannot be
+        admitted, or it fits without that."""
         if self.fault_isolation or len(self.running) >= self.limits.max_rows:
             return None
         if (request := self.waiting.next()) is None:
@@ -110,7 +134,7 @@ class Admitter:
             return None
         if not self.media.cut(request, self.kv.lookup(request).num_tokens, num_tokens, self.limits):
             return None  # running rows hold the encoder cache space that the request needs
-        return Claim(self.shares.levels.item(request.tenant), num_tokens)
+        return request
 
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
         """Add draft tokens to the chunks of the running rows, as far as the budget and the free blocks
@@ -229,6 +253,8 @@ class Admitter:
         num_computed = hit.num_tokens
         if not request.has_run:
             request.has_run, request.num_cached = True, num_computed
+            if self.targets is not None:
+                self.targets.warn_of_prompt(request)
             miss = self.kv.explain(request, hit)
             notes.admitted[request.id] = FirstRun(
                 num_cached=num_computed,

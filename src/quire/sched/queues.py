@@ -5,10 +5,17 @@ outnumber the others. So the time of an operation does not grow with the queue, 
 heap. A request that enters again gets a new entry, which differs from its stale one."""
 
 import heapq
+import math
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.data.request import Request
 from quire.sched.fairness import FairShare
+from quire.sched.targets import Targets
+
+_SAME_S = 1e-3
+"""Times that differ by less than this number of seconds are treated as equal."""
 
 Entry = tuple[int, float, int, Request]
 """Entry of a heap: the two parts of a request's rank, its place among equal ranks, and the request."""
@@ -41,12 +48,13 @@ class PriorityQueue:
         self._first -= 1
         self._enter(request, self._first)
 
-    def _rank(self, request: Request) -> tuple[int, float]:
-        return request.priority, request.arrived_at
-
     def _enter(self, request: Request, place: int) -> None:
         entry = self._live[request.id] = (*self._rank(request), place, request)
         heapq.heappush(self._heap, entry)
+
+    def _rank(self, request: Request) -> tuple[int, float]:
+        """Return the priority and a time; the lowest rank is first."""
+        return request.priority, request.arrived_at
 
     def peek(self) -> Request:
         while not self._is_live(self._heap[0]):
@@ -86,17 +94,38 @@ class FcfsQueue(PriorityQueue):
         return 0, 0.0
 
 
+class TargetQueue(PriorityQueue):
+    """The prompt that must start first to meet its target; with `by_priority` the lowest priority value
+    precedes that. A request that has run goes to the front."""
+
+    def __init__(self, targets: Targets, *, by_priority: bool) -> None:
+        super().__init__()
+        self._targets, self._by_priority = targets, by_priority
+
+    def _rank(self, request: Request) -> tuple[int, float]:
+        due = -math.inf if request.has_run else self._targets.due(request, time.monotonic())
+        return request.priority if self._by_priority else 0, due
+
+    def peek(self) -> Request:
+        while True:
+            request = super().peek()
+            if self._rank(request)[1] <= self._heap[0][1] + _SAME_S:
+                return request
+            heapq.heappop(self._heap)  # the target was missed, or the estimated cost has fallen
+            self.push(request)
+
+
 QUEUE_CLASSES: dict[str, type[PriorityQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
 
 
 class FairQueue:
-    """A queue per tenant (API key), each with the same policy. The next request is the first of the tenant
-    with the lowest level, which is its number of computed tokens divided by its weight."""
+    """A queue per tenant (API key), made by `make_queue`. The next request is the first of the tenant with
+    the lowest level, which is its number of computed tokens divided by its weight."""
 
-    def __init__(self, policy: str, shares: FairShare) -> None:
-        self._make_queue = QUEUE_CLASSES[policy]
+    def __init__(self, make_queue: Callable[[], WaitingQueue], shares: FairShare) -> None:
+        self._make_queue = make_queue
         self._shares = shares
-        self._queues: dict[int, PriorityQueue] = {}
+        self._queues: dict[int, WaitingQueue] = {}
         """Queues of the tenants with waiting requests."""
 
     def push(self, request: Request) -> None:
@@ -108,7 +137,7 @@ class FairQueue:
         """Insert a request that was in the queue before, without changing its tenant's level."""
         self._queue_of(request).push_front(request)
 
-    def _queue_of(self, request: Request) -> PriorityQueue:
+    def _queue_of(self, request: Request) -> WaitingQueue:
         return self._queues.setdefault(request.tenant, self._make_queue())
 
     def peek(self) -> Request:
@@ -130,3 +159,15 @@ class FairQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
+
+
+def open_queue(policy: str, shares: FairShare | None, targets: Targets | None) -> WaitingQueue:
+    """Return the waiting queue of a policy, divided by tenant with `shares` and ordered by `targets` if
+    given."""
+
+    def make() -> WaitingQueue:
+        if targets is not None:
+            return TargetQueue(targets, by_priority=policy == "priority")
+        return QUEUE_CLASSES[policy]()
+
+    return make() if shares is None else FairQueue(make, shares)

@@ -62,6 +62,8 @@ class Running:
         self.constrained = np.zeros(max_rows, np.bool_)
         """Whether a grammar or a reasoning budget constrains the row."""
         self.tenant: Ints = np.zeros(max_rows, np.int32)
+        self.itl_s = np.full(max_rows, np.inf)
+        """Target of the time between two tokens in seconds; infinite: none."""
         self.needs_value = np.zeros(max_rows, np.bool_)
         """Whether the host must have a token's value before the next token can be sampled."""
         self.waits = np.zeros(max_rows, np.bool_)
@@ -102,6 +104,7 @@ class Running:
         self.drafts[row] = request.embeds is None
         self.limit[row] = request.limit
         self.tenant[row] = request.tenant
+        self.itl_s[row] = request.target.itl_s or np.inf
         self.eos_id[row] = request.eos_id
         self.min_len[row] = min(request.prompt_len + params.min_tokens, request.limit)
         request.prepare_stops()

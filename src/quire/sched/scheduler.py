@@ -30,6 +30,7 @@ from quire.sched.preemption import PreemptionWarning, choose_victim
 from quire.sched.routed_experts import RoutedExperts
 from quire.sched.running import Running
 from quire.sched.spec import Drafting, Drafts
+from quire.sched.targets import Targets
 
 
 class Scheduler:
@@ -54,6 +55,7 @@ class Scheduler:
         adapters: LoRAScheduler | None = None,
         media: EncoderCache | None = None,
         routed: RoutedExperts | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """With several pipeline stages, a row is planned only after its last token is known, and plans
         contain these tokens. With one stage, tokens stay on the device. With `fair`, tokens are divided
@@ -83,6 +85,7 @@ class Scheduler:
             watermark=watermark,
             fair=fair,
             drafting=drafting,
+            targets=targets,
         )
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from quire.data.latency_target import LatencyTarget
 from quire.errors import ConfigError, nearest
 
 FILES = (".json", ".toml", ".yaml", ".yml")
@@ -30,6 +31,16 @@ class Key:
     other key."""
     operator: bool = False
     """Whether the key may load and unload models."""
+
+    slo_ttft_ms: float | None = None
+    """Latency targets of the key's requests, in milliseconds; None: those of the server."""
+    slo_itl_ms: float | None = None
+
+    @property
+    def target(self) -> LatencyTarget | None:
+        if self.slo_ttft_ms is None and self.slo_itl_ms is None:
+            return None
+        return LatencyTarget((self.slo_ttft_ms or 0.0) / 1e3, (self.slo_itl_ms or 0.0) / 1e3)
 
     @property
     def cache_scope(self) -> str:
@@ -135,6 +146,12 @@ def _read_key(where: str, entry: Any) -> Key:
         value = entry.get(limit)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{where}: {limit} is {_shown(value)}, expected an integer of at least 1")
+    for target in ("slo_ttft_ms", "slo_itl_ms"):
+        value = entry.get(target)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9
+        ):
+            raise ConfigError(f"{where}: {target} is {_shown(value)}, expected milliseconds above 0")
     return Key(
         digest(key.encode()),
         name,
@@ -143,6 +160,8 @@ def _read_key(where: str, entry: Any) -> Key:
         entry.get("tokens_per_minute"),
         group or "",
         operator,
+        entry.get("slo_ttft_ms"),
+        entry.get("slo_itl_ms"),
     )
 
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.errors import TooMany
 from quire.metrics.api_keys import KeyAccount, KeyPages
 from quire.server.api_keys import Key, digest, key_names
-from quire.server.http.errors import TooMany
 
 
 class Ledger:
@@ -28,7 +28,9 @@ class Ledger:
         named = [key for key in self.keys if key.name]
         self._pages = pages or KeyPages(key_names(keys))
         self._numbers = {key.digest: number for number, key in enumerate(named)}
-        self._accounts = [KeyAccount(number, key.weight, self._pages) for number, key in enumerate(named)]
+        self._accounts = [
+            KeyAccount(number, key.weight, self._pages, key.target) for number, key in enumerate(named)
+        ]
         self._clock = clock
 
     def find(self, presented: bytes) -> Key | None:

@@ -90,6 +90,7 @@ class ScriptedEngine:
             "prefix_hit_rate": 0.628,
             "preemptions": 2,
             "requests_finished": 1843,
+            "targets": "first token 500 ms: 97.5% good, 46 late first token",
             "max_model_len": 8192,
             **self.changes,
         }

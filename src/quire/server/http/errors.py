@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from quire.errors import EngineError, QuireError, RequestError
+from quire.errors import EngineError, QuireError, RequestError, TooMany
 from quire.logs import get_logger
 
 logger = get_logger(__name__)
@@ -55,16 +55,6 @@ class TooLarge(RequestError):
     """The request exceeds a size limit."""
 
     status = 413
-
-
-class TooMany(RequestError):
-    """The request exceeds a limit at the moment; it may be sent again after `retry_after_s` seconds."""
-
-    status = 429
-
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 _KINDS = {

@@ -77,6 +77,10 @@ class CallBody(Body):
     request_id: str | None = doc(
         "Part of the id, at most 256 printable characters; the header X-Request-Id takes precedence."
     )
+    slo_ttft_ms: float | None = doc(
+        "A later target than that of the server or the key (docs/targets.md).", gt=0, le=1e9
+    )
+    slo_itl_ms: float | None = doc("A later target than that of the server or the key.", gt=0, le=1e9)
     user: str | None = doc("Has no effect.")
 
 

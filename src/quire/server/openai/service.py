@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from quire.config.server_sections import ApiSection
 from quire.data.cache_hints import CacheHints
+from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.lora import LoRARequest
 from quire.data.outputs import PromptLogprobs, RequestOutput, RequestStateStats, SampleLogprobs
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -87,6 +88,7 @@ class ApiCall:
     """Account of the call's API key; None without a named key."""
     lora: LoRARequest | None = None
     """LoRA adapter to use; None: the base model."""
+    target: LatencyTarget = NO_TARGET
 
     @property
     def hints(self) -> CacheHints | None:
@@ -95,7 +97,13 @@ class ApiCall:
     @property
     def routing(self) -> dict[str, Any]:
         """Return the keyword arguments of the engine that all requests of the call share."""
-        return {"priority": self.priority, "rank": self.rank, "account": self.account, "lora": self.lora}
+        return {
+            "priority": self.priority,
+            "rank": self.rank,
+            "account": self.account,
+            "lora": self.lora,
+            "target": self.target,
+        }
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -184,6 +192,8 @@ class GenerationService:
         hints = cache_hints(body, request.headers)
         for prompt in prompts:
             prompt.hints = hints
+        account = account_of(request.scope)
+        target = (account and account.target) or self.engine.inputs.target
         call = ApiCall(
             id=f"{id_prefix}-{base}",
             created=int(time.time()),
@@ -193,8 +203,9 @@ class GenerationService:
             prompts=prompts,
             params=list(params),
             timeline=CallTimeline.of(request, self.engine.inputs.tokenizer),
-            account=account_of(request.scope),
+            account=account,
             lora=lora,
+            target=target.relaxed(body.slo_ttft_ms, body.slo_itl_ms),
         )
         if call.account is not None:
             call.account.add_prompt(call.num_prompt_tokens)

@@ -25,6 +25,7 @@ const FORMATS = {
   prefix_hit_rate: percent,
   preemptions: count,
   requests_finished: count,
+  targets: String,
 };
 
 const STATES = {

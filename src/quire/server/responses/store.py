@@ -11,10 +11,10 @@ import msgspec
 from starlette.types import Message
 
 from quire.config.env import StoreLimits
-from quire.errors import EngineError, QuireError
+from quire.errors import EngineError, QuireError, TooMany
 from quire.frontend.output_stream import Outputs
 from quire.logs import get_logger
-from quire.server.http.errors import NotFound, TooMany
+from quire.server.http.errors import NotFound
 from quire.server.http.in_flight import RunningRequests
 from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.items import Item

@@ -1,0 +1,130 @@
+"""Latency targets: the prompt tokens of a step, and the order of prompts, by the targets of the requests.
+
+A step may last as long as the strictest target for inter-token latency among its decodes allows; this limits
+the prompt tokens beside them. Prompts are computed in the order of their slack: the time until the first
+token is due, less the time that the prompt still takes. A prompt that has missed its target gets a later
+deadline, so that prompts that can still meet theirs go first, and none waits forever."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.request import Request
+from quire.data.stats import Backlog
+from quire.data.step_plan import Ints
+from quire.logs import get_logger
+from quire.sched.prefill_limit import LEAST_TOKENS
+from quire.sched.running import Running
+from quire.sched.step_cost import Decodes, StepCost
+
+log = get_logger(__name__)
+
+_MARGIN = 0.85
+"""Part of a target that a step is planned for; the rest is for deviations from the estimate."""
+_LEAST_PART = 1 / 3
+"""If the decodes alone take longer than the target allows, prompts may lengthen their step by this part."""
+_RENEWAL = 4.0
+"""A missed deadline is replaced by one that is this many times as far from the arrival."""
+_COUNT_S = 0.05
+"""Seconds between two counts of the backlog."""
+_NO_TARGET_S = 10.0
+"""Target for the order of requests that have none."""
+
+
+class Targets:
+    """Limits steps and orders prompts by the targets of their requests."""
+
+    def __init__(self, *, fair: bool = False, policy: str = "fcfs") -> None:
+        """Build the policy. `fair`: tokens are divided between tenants; `policy`: scheduling_policy."""
+        self._fair, self._by_priority = fair, policy == "priority"
+        self.cost = StepCost()
+        self._backlog, self._counted_at = Backlog(), 0.0
+        self._warned: set[str] = set()
+
+    def deadline(self, request: Request, now: float) -> float:
+        """Return the monotonic time at which the first token is due."""
+        target_s = request.target.ttft_s or _NO_TARGET_S
+        waited = (now - request.queued_at) / target_s
+        renewals = max(0, math.ceil(math.log(waited, _RENEWAL))) if waited > 1 else 0
+        return request.queued_at + target_s * _RENEWAL**renewals
+
+    def due(self, request: Request, now: float, num_computed: int = 0) -> float:
+        """Return the monotonic time at which the rest of a prompt must start to meet its deadline if it runs
+        alone. Without a target, this is the deadline, so that such requests are in the order of arrival."""
+        if not request.target.ttft_s:
+            return self.deadline(request, now)
+        return self.deadline(request, now) - self.cost.prompt_s(len(request.tokens), num_computed)
+
+    def prompt_limit(self, running: Running, pending: Ints) -> int | None:
+        """Return the most prompt tokens of the next step; None if no decode has a target."""
+        target_s = float(running.itl_s[running.order[pending <= 1]].min(initial=math.inf))
+        if target_s == math.inf:
+            return None
+        decodes = Decodes.of(running, pending)
+        seconds = max(_MARGIN * target_s, (1 + _LEAST_PART) * self.cost.step_s(decodes))
+        return max(LEAST_TOKENS, self.cost.num_prompt_tokens(seconds, decodes))
+
+    def due_times(self, running: Running, pending: Ints, now: float) -> NDArray[np.float64]:
+        """Return the `due` time of every row in order. It matters only for prompts; decodes have 0."""
+        times = np.zeros(len(running))
+        for place in np.flatnonzero(pending > 1).tolist():
+            row = int(running.order[place])
+            times[place] = self.due(running.request(row), now, int(running.num_computed[row]))
+        return times
+
+    def backlog(self, requests: Iterable[Request], running: Running) -> Backlog:
+        """Return the prompt tokens of all requests that are still to be computed, counted at short
+        intervals."""
+        now = time.monotonic()
+        if now - self._counted_at >= _COUNT_S:
+            self._counted_at, tokens = now, Counter[tuple[int, int]]()
+            for request in requests:
+                left, row = len(request.tokens), request.row
+                if row >= 0:
+                    left = int(running.num_tokens[row] - running.num_computed[row])
+                if left > 1:
+                    tokens[self._fair * request.tenant, self._by_priority * request.priority] += left
+            entries = [(tenant, priority, count) for (tenant, priority), count in tokens.items()]
+            self._backlog = Backlog(self._prompt_rate(running), entries)
+        return self._backlog
+
+    def _prompt_rate(self, running: Running) -> float:
+        """Return the prompt tokens per second beside the rows that decode now; 0 if it is not known yet."""
+        if not self.cost.is_known:
+            return 0.0
+        pending = running.num_tokens[running.order] - running.num_computed[running.order]
+        limit = self.prompt_limit(running, pending)
+        if limit is None:
+            token_s = self.cost.prompt_s(1)
+            return 1 / token_s if token_s else 0.0
+        return limit / self.cost.step_s(Decodes.of(running, pending), limit)
+
+    def warn_of_steps(self, running: Running) -> None:
+        """Warn once if a step with a single decode takes longer than a target between tokens."""
+        if self.cost.is_known and "itl" not in self._warned and len(running):
+            target_s, one_s = float(running.itl_s[running.order].min()), self.cost.step_s(Decodes(1, 0))
+            if one_s > target_s:
+                self._warned.add("itl")
+                log.warning(
+                    "slo_itl_ms=%g cannot be met on this machine: a step with one decode alone takes %.1f "
+                    "ms. Set a target above that",
+                    1e3 * target_s,
+                    1e3 * one_s,
+                )
+
+    def warn_of_prompt(self, request: Request) -> None:
+        """Warn once if a prompt alone takes longer than its target."""
+        alone_s = self.cost.prompt_s(len(request.tokens))
+        if request.target.ttft_s and alone_s > request.target.ttft_s and "ttft" not in self._warned:
+            self._warned.add("ttft")
+            log.warning(
+                "slo_ttft_ms=%g cannot be met for long prompts on this machine: a prompt of %d tokens takes "
+                "%.0f ms alone. Set a later target for such requests",
+                1e3 * request.target.ttft_s,
+                len(request.tokens),
+                1e3 * alone_s,
+            )

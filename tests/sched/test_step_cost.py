@@ -1,0 +1,76 @@
+"""Tests of the fitted step costs against synthetic steps with known costs."""
+
+import random
+
+import numpy as np
+import pytest
+
+from quire.sched.step_cost import FIRST_TOKENS, Decodes, StepCost
+
+DEVICES = {
+    "decodes dominate": (4e-3, 20e-6, 20e-9, 1.5e-3, 22e-6, 40e-12),
+    "prompts dominate": (1e-4, 1e-6, 0.0, 0.0, 3e-3, 1e-7),
+    "constant": (5e-3, 0.0, 0.0, 0.0, 0.0, 0.0),
+}
+
+
+def true_s(costs: tuple[float, ...], num_decodes: int, context: int, tokens: int, start: int) -> float:
+    pairs = tokens * (start + tokens / 2)
+    return float(np.dot((1, num_decodes, num_decodes * context, tokens > 0, tokens, pairs), costs))
+
+
+def trained(costs: tuple[float, ...], *, num_steps: int = 300, outliers: float = 0.0) -> StepCost:
+    """Return step costs after random steps. A share of the steps takes five times as long as its work."""
+    cost, draw = StepCost(), random.Random(1)
+    for _ in range(num_steps):
+        num_decodes, context = draw.randint(1, 64), draw.randint(10, 4000)
+        tokens, start = draw.choice([0, 0, draw.randint(2, 2000)]), draw.randint(0, 8000)
+        seconds = true_s(costs, num_decodes, context, tokens, start) * (1 + 0.05 * draw.random())
+        chunks = np.array([1] * num_decodes + [tokens] * (tokens > 0), np.int32)
+        starts = np.array([context] * num_decodes + [start] * (tokens > 0), np.int32)
+        cost.learn(chunks, starts, seconds * (5 if draw.random() < outliers else 1))
+    return cost
+
+
+@pytest.mark.parametrize("outliers", [0.0, 0.1])
+@pytest.mark.parametrize("device", DEVICES)
+def test_planned_prompt_tokens_use_the_time_and_no_more(device: str, outliers: float) -> None:
+    costs = DEVICES[device]
+    cost = trained(costs, outliers=outliers)
+    for num_decodes, context, start in ((1, 100, 0), (32, 2000, 4000), (64, 500, 0)):
+        decode_s = true_s(costs, num_decodes, context, 0, 0)
+        for factor in (1.5, 4.0):
+            limit_s = factor * decode_s + costs[3]
+            tokens = cost.num_prompt_tokens(limit_s, Decodes(num_decodes, num_decodes * context, start))
+            step_s = true_s(costs, num_decodes, context, tokens, start)
+            assert step_s <= 1.15 * limit_s
+            assert tokens >= 4000 or step_s >= 0.75 * limit_s - 2 * costs[4]
+
+
+def test_unknown_costs_allow_few_prompt_tokens() -> None:
+    cost = StepCost()
+    assert cost.num_prompt_tokens(1.0, Decodes(4, 100)) == FIRST_TOKENS and not cost.is_known
+    for _ in range(10):
+        cost.learn(np.array([1, 1], np.int32), np.array([5, 5], np.int32), 0.01)
+    assert not cost.is_known
+    assert cost.num_prompt_tokens(1.0, Decodes(4, 100)) == FIRST_TOKENS
+
+
+def test_prompt_tokens_grow_step_by_step() -> None:
+    """Steps with few prompt tokens say little of the cost of steps with thousands."""
+    cost = trained(DEVICES["constant"], num_steps=0)
+    for tokens in [64] * 8:
+        cost.learn(np.array([1], np.int32), np.array([5], np.int32), 0.005)
+        cost.learn(np.array([1, tokens], np.int32), np.array([5, 0], np.int32), 0.005)
+    assert cost.num_prompt_tokens(1.0, Decodes(1, 5)) == 128
+
+
+def test_costs_follow_a_change() -> None:
+    """A machine that becomes three times slower is noticed within the remembered steps."""
+    cost, costs = trained(DEVICES["decodes dominate"]), DEVICES["decodes dominate"]
+    for _ in range(130):
+        for tokens in (0, 500):
+            chunks = np.array([1] * 8 + [tokens] * (tokens > 0), np.int32)
+            seconds = 3 * true_s(costs, 8, 100, tokens, 0)
+            cost.learn(chunks, np.array([100] * 8 + [0] * (tokens > 0), np.int32), seconds)
+    assert cost.step_s(Decodes(8, 800), 500) == pytest.approx(3 * true_s(costs, 8, 100, 500, 0), rel=0.15)
