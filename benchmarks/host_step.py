@@ -22,7 +22,7 @@ from quire.data.step_plan import Pending, StepPlan
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda.device import CudaDevice
-from quire.worker.device import ForwardResult, Model
+from quire.worker.device import DeviceStep, ForwardResult, Model
 from quire.worker.features import PromptLogprobs
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
@@ -33,10 +33,10 @@ CPU, VOCAB = torch.device("cpu"), 50
 class Blank(CudaDevice):
     """Device that computes nothing for prompts, either."""
 
-    def _eager(self, plan: StepPlan, *inputs: Any) -> ForwardResult:  # type: ignore[override]
+    def _eager(self, plan: StepPlan, *inputs: Any) -> DeviceStep:  # type: ignore[override]
         rows = torch.from_numpy(plan.sampling_rows).long()
         logits, token_ids = torch.zeros(len(rows), VOCAB), torch.zeros_like(rows)
-        return ForwardResult(torch.zeros(0), logits, token_ids, rows=rows)
+        return DeviceStep(lambda: ForwardResult(torch.zeros(0), logits, token_ids, rows=rows))
 
 
 class Attention:

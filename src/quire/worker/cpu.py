@@ -19,6 +19,7 @@ from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.device import (
     ONE_TOKEN,
+    DeviceStep,
     ForwardResult,
     Model,
     NewTokens,
@@ -109,9 +110,9 @@ class CpuDevice:
         if self.draft_progress is not None:
             self.draft_progress.forget()
 
-    def run(self, plan: StepPlan, all_rows: Rows) -> ForwardResult | IntermediateTensors:
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         if not len(plan.rows):
-            return self._run_idle(plan)
+            return self._idle(plan)
         if self.drafter is not None:
             self._propose(self.drafter, plan, all_rows)
         features = self.model.features(plan, all_rows, self.block_tables.device)
@@ -125,20 +126,24 @@ class CpuDevice:
         batch.intermediate_tensors = receive_buffer(plan.total_tokens)
         self._set_ep_tokens(batch, plan)
         self._batch = batch
-        self.model.receive(batch.intermediate_tensors)
-        sampled_in_graph = not len(plan.constrained)  # the masks of constrained rows come later
-        if not taped:
-            return self._compute(batch, inputs, sampled_in_graph)
-        key = len(plan.rows), plan.query_len, sampled_in_graph, features.has_adapters
-        return self._tapes.run(key, lambda: self._compute(batch, inputs, sampled_in_graph))
 
-    def _run_idle(self, plan: StepPlan) -> ForwardResult | IntermediateTensors:
-        """Run a step of one dummy token for an engine without requests: the experts need all engines."""
+        sampled_in_graph = not len(plan.constrained)  # the masks of constrained rows come later
+
+        def run() -> ForwardResult | IntermediateTensors:
+            return self._compute(batch, inputs, sampled_in_graph)
+
+        if not taped:
+            return self.model.step(run, batch.intermediate_tensors)
+        key = len(plan.rows), plan.query_len, sampled_in_graph, features.has_adapters
+        return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
+
+    def _idle(self, plan: StepPlan) -> DeviceStep:
+        """Return a step of one dummy token for an engine without requests, since the experts need all
+        engines."""
         batch, inputs = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
         batch.intermediate_tensors = self.model.receive_buffer(1)
         self._set_ep_tokens(batch, plan)
-        self.model.receive(batch.intermediate_tensors)
-        return self._compute(batch, inputs)
+        return self.model.step(lambda: self._compute(batch, inputs), batch.intermediate_tensors)
 
     def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
         if plan.counts:

@@ -109,6 +109,23 @@ def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError
         raise EngineDead(f"the device failed: {error}") from error
 
 
+@dataclass(slots=True)
+class DeviceStep:
+    """A step that can run as soon as the previous pipeline stage has sent its output."""
+
+    run: Callable[[], Any]
+    intermediate_tensors: Tensor | None = None
+    """Buffer for the output of the previous pipeline stage; None in the first stage."""
+    receive: Callable[[Tensor], None] | None = None
+
+    def compute(self) -> Any:
+        """Run the layers. The last pipeline stage returns a `ForwardResult`; others return
+        `IntermediateTensors`, which the next step may overwrite."""
+        if self.intermediate_tensors is not None and self.receive is not None:
+            self.receive(self.intermediate_tensors)
+        return self.run()
+
+
 class Device(Protocol):
     """A CPU or a GPU that computes steps for the worker."""
 
@@ -134,9 +151,8 @@ class Device(Protocol):
     def forget(self) -> None:
         """Drop everything that contains addresses of weights or cache: the addresses will change."""
 
-    def run(self, plan: StepPlan, all_rows: Rows) -> Any:
-        """Run a step. The last pipeline stage returns a `ForwardResult`; others return `IntermediateTensors`,
-        which the next step may overwrite."""
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
+        """Prepare the inputs of a step and return it, ready to run."""
 
     def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
         """Sample under grammar masks in the captured way; return None if that is not possible. `places`
@@ -267,10 +283,10 @@ class Model:
         last_visible = last_visible_of(plan, all_rows)
         return None if last_visible is None else to_device(last_visible, device)
 
-    def receive(self, intermediate_tensors: Tensor | None) -> None:
-        """Receive the output of the previous pipeline stage into this buffer; None in the first stage."""
-        if self.link is not None and intermediate_tensors is not None:
-            self.link.receive(intermediate_tensors)
+    def step(self, run: Callable[[], Any], intermediate_tensors: Tensor | None) -> DeviceStep:
+        return (
+            DeviceStep(run) if self.link is None else DeviceStep(run, intermediate_tensors, self.link.receive)
+        )
 
     def hidden(self, batch: Batch) -> Any:
         """Plan attention and run the layers. Return hidden states [T, hidden], `HiddenWithAux` for some

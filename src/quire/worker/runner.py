@@ -32,11 +32,11 @@ class Runner:
         self._unsampled = None
         self.all_rows.apply(plan)
         if not len(plan.rows):
-            self.device.run(plan, self.all_rows)
+            self.device.prepare(plan, self.all_rows).compute()
             return Done(StepResult(token_ids=plan.rows))
         for part in self.parts:
             part.begin(plan)
-        self._unsampled = UnsampledRows(plan, self.device.run(plan, self.all_rows))
+        self._unsampled = UnsampledRows(plan, self.device.prepare(plan, self.all_rows).compute())
         return self._unsampled if len(plan.constrained) else self.sample_tokens(_FREE)
 
     @torch.inference_mode()

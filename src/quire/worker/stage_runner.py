@@ -22,7 +22,7 @@ class StageRunner:
     def submit(self, plan: StepPlan) -> Pending:
         self.all_rows.apply(plan)
         try:
-            passed = self.device.run(plan, self.all_rows)
+            passed = self.device.prepare(plan, self.all_rows).compute()
         except Exception:
             self.link.fail(max(plan.total_tokens, 1))
             raise

@@ -22,7 +22,7 @@ from quire.worker.cuda.dummy_batches import DummyBatches
 from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, verify_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling
 from quire.worker.cuda.readback import PendingTokens, Read
-from quire.worker.device import ONE_TOKEN, ForwardResult, Model, NewTokens, StepFeatures
+from quire.worker.device import ONE_TOKEN, DeviceStep, ForwardResult, Model, NewTokens, StepFeatures
 from quire.worker.input_buffers import StepBuffers, bytes_of, tensors
 from quire.worker.memory import Needs
 from quire.worker.pipeline import IntermediateTensors
@@ -199,7 +199,7 @@ class CudaDevice:
             self._draft_graphs.forget()
         self._sampled_in_graph = None
 
-    def run(self, plan: StepPlan, all_rows: Rows) -> ForwardResult | IntermediateTensors:
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         places, ids = all_rows.all_block_changes()
         self._masked_sampling.set_later(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
         features = self.model.features(plan, all_rows, self.device)
@@ -210,7 +210,7 @@ class CudaDevice:
         graph = None if features.is_eager else self.graphs.find(plan, adapters=features.has_adapters)
         if graph is not None and (graph.takes_embeds or not features.has_media):
             return self._replay(graph, plan, all_rows, places, ids, features.embeds)
-        return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._run_idle(plan)
+        return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether drafts are verified after the sampler, since rows need features that the forward pass
@@ -236,21 +236,26 @@ class CudaDevice:
         places: Int64s,
         ids: Ints,
         embeds: tuple[Tensor, Tensor] | None,
-    ) -> ForwardResult | IntermediateTensors:
+    ) -> DeviceStep:
         if len(ids) > graph.sizes.blocks:
             self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
             places, ids = places[:0], ids[:0]
         graph.load(plan, all_rows, places, ids, embeds)
-        count, buffer = len(plan.logit_rows), graph.intermediate_tensors
-        self.model.receive(None if buffer is None else buffer[:, :count])
-        output = graph.replay(count)
-        if isinstance(output, ForwardResult):
-            self._sampled_in_graph = output.token_ids
-        return output
+        count = len(plan.logit_rows)
+
+        def run() -> ForwardResult | IntermediateTensors:
+            output = graph.replay(count)
+            if isinstance(output, ForwardResult):
+                self._sampled_in_graph = output.token_ids
+            return output
+
+        return self.model.step(
+            run, None if graph.intermediate_tensors is None else graph.intermediate_tensors[:, :count]
+        )
 
     def _eager(
         self, plan: StepPlan, all_rows: Rows, places: Int64s, ids: Ints, features: StepFeatures
-    ) -> ForwardResult | IntermediateTensors:
+    ) -> DeviceStep:
         drafts = self.speculation is not None
         sizes = features.sizes(plan, len(self.block_tables), len(ids), drafts=drafts)
         memory = next(self._pinned_buffers).take(bytes_of(sizes))
@@ -259,19 +264,20 @@ class CudaDevice:
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = features.batch(inputs, self.block_tables, plan.num_tokens, seq_lens)
         batch.intermediate_tensors = self.model.receive_buffer(plan.total_tokens)
-        return self._run_batch(plan, batch, inputs)
+        self._set_ep_tokens(batch, plan)
+        return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
-    def _run_idle(self, plan: StepPlan) -> ForwardResult | IntermediateTensors:
-        """Run a step of one dummy token for an engine without requests: the experts need all engines."""
-        return self._run_batch(plan, *self.dummy_batches.make(ONE_TOKEN))
+    def _idle(self, plan: StepPlan) -> DeviceStep:
+        """Return a step of one dummy token for an engine without requests, since the experts need all
+        engines."""
+        batch, inputs = self.dummy_batches.make(ONE_TOKEN)
+        self._set_ep_tokens(batch, plan)
+        return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
-    def _run_batch(
-        self, plan: StepPlan, batch: Batch, inputs: dict[str, Tensor]
-    ) -> ForwardResult | IntermediateTensors:
-        if plan.counts:  # the buffer size of expert parallelism is that of engines that replay a graph
+    def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
+        """Set the buffer size of expert parallelism: the size of the graph that engines replay."""
+        if plan.counts:
             batch.ep = EPTokens(plan.total_tokens, self.graphs.size_for(max(plan.counts)))
-        self.model.receive(batch.intermediate_tensors)
-        return self.compute(batch, inputs)
 
     def compute(self, batch: Batch, inputs: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
         """Compute a step on the device, inside or outside a captured graph."""
