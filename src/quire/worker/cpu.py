@@ -14,6 +14,7 @@ from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult, spr
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
 from quire.memory import MAX_TAPED, activation_bytes, tape_bytes
+from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
@@ -31,6 +32,7 @@ from quire.worker.input_buffers import (
     StepBuffers,
     bytes_of,
     row_sampling_tensors,
+    sampling_tensors,
     tensors,
 )
 from quire.worker.memory import Needs
@@ -152,10 +154,18 @@ class CpuDevice:
     def _compute(
         self, batch: Batch, inputs: dict[str, Tensor], sampled_in_graph: bool = False
     ) -> ForwardResult | IntermediateTensors:
-        out = self.model.compute(batch, inputs)
-        if not isinstance(out, ForwardResult) or not sampled_in_graph or not len(out.logits):
-            return out
-        return out if self.sample is None else out._replace(token_ids=self.sample(out.logits, out.sampling))
+        model = self.model
+        out = model.hidden(batch)
+        if not model.has_lm_head:
+            passed: IntermediateTensors = out
+            return passed
+        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
+        routes = model.routes(batch)
+        states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
+        logits, sampling = model.logits(states, batch), sampling_tensors(inputs)
+        sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
+        token_ids = self.sample(logits, sampling) if sampled_in_graph and self.sample is not None else None
+        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=aux, routes=routes)
 
     def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
         if self.sample is None or output.sampling is None:

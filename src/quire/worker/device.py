@@ -16,25 +16,16 @@ from quire.config.engine import EngineConfig
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.layers.lora import AdapterSlots
-from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import ExpertDispatch
 from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
 from quire.sampling.transfer import to_device
-from quire.worker.input_buffers import (
-    BufferSizes,
-    blank,
-    bytes_of,
-    host_arrays,
-    sampling_tensors,
-    slots_of,
-    tensors,
-)
+from quire.worker.input_buffers import BufferSizes, blank, bytes_of, host_arrays, slots_of, tensors
 from quire.worker.memory import Needs
 from quire.worker.multimodal.bidirectional import last_visible_of
 from quire.worker.multimodal.embeds import take_embeds
 from quire.worker.multimodal.encoder import MediaEncoder
-from quire.worker.pipeline import IntermediateTensors, StageLink
+from quire.worker.pipeline import StageLink
 from quire.worker.rows import Rows
 from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
@@ -300,21 +291,6 @@ class Model:
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)
         return self.run_layers(batch)
-
-    def compute(
-        self, batch: Batch, inputs: dict[str, Tensor], *, is_padded: bool = False
-    ) -> ForwardResult | IntermediateTensors:
-        """Run the layers, and the LM head if this stage has it; no token is sampled. If `is_padded`, padding
-        lies between the tokens, so that `logit_tokens` are in another order than the hidden states."""
-        out = self.hidden(batch)
-        if not self.has_lm_head:
-            passed: IntermediateTensors = out
-            return passed
-        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
-        is_all = len(batch.logit_tokens) == len(hidden) and not is_padded
-        logits = self.logits(hidden if is_all else hidden[batch.logit_tokens], batch)
-        sampling, routes = sampling_tensors(inputs), self.routes(batch)
-        return ForwardResult(hidden, logits, sampling=sampling, aux_hidden_states=aux, routes=routes)
 
     def routes(self, batch: Batch) -> RouterOutputs | None:
         """Return the experts that were chosen for a batch, after its layers have run."""

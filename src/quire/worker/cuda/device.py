@@ -13,6 +13,7 @@ from quire.config.speculation import SpecFacts
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.host_to_device import copy_to_device
 from quire.memory import GRAPH_BYTES, MAX_SAMPLES, ladder, max_mixed_tokens, mixed_bytes, mixed_shapes
+from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.memory_probe import probe_memory
 from quire.sampling.sampler import Sampled, Sampler
@@ -23,7 +24,7 @@ from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, verify_sh
 from quire.worker.cuda.mask_sampling import MaskedSampling
 from quire.worker.cuda.readback import PendingTokens, Read
 from quire.worker.device import ONE_TOKEN, DeviceStep, ForwardResult, Model, NewTokens, StepFeatures
-from quire.worker.input_buffers import StepBuffers, bytes_of, tensors
+from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, tensors
 from quire.worker.memory import Needs
 from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import ONE_EACH, Int64s, Rows
@@ -289,20 +290,29 @@ class CudaDevice:
         else:
             sources = inputs["sources"]
             batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], inputs["token_ids"])
+        out = self.model.hidden(batch)
+        if not self.model.has_lm_head:
+            passed: IntermediateTensors = out
+            return passed
+        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
+        routes = self.model.routes(batch)
         # Padding tokens of a captured step lie between the others; their samples come last.
-        is_padded = verify_inputs is not None and batch.max_query_len > 1
-        out = self.model.compute(batch, inputs, is_padded=is_padded)
-        if not isinstance(out, ForwardResult):
-            return out
-        constraints = self._masked_sampling.later_constraints(len(out.logits))
-        token_ids = self._sampled_in_graph = self.sample(out.logits, out.sampling, constraints)
-        rows, verified = inputs["logit_rows"], None
+        is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
+        states = hidden if is_all else hidden[batch.logit_tokens]
+        logits, sampling = self.model.logits(states, batch), sampling_tensors(inputs)
+        token_ids = self._sampled_in_graph = self.sample(
+            logits, sampling, self._masked_sampling.later_constraints(len(logits))
+        )
+        verified = None
         if verify_inputs is None:
-            self.last_tokens.index_copy_(0, rows, token_ids)
+            self.last_tokens.index_copy_(0, inputs["logit_rows"], token_ids)
         elif self.speculation is not None and self.speculation.after_step is None:
-            later, seeds = self._masked_sampling.later, inputs["seeds"]
-            verified = self.speculation.verify(verify_inputs, out.draft_states, token_ids, seeds, later)
-        return out._replace(token_ids=token_ids, rows=rows, verify_inputs=verify_inputs, verified=verified)
+            later = self._masked_sampling.later
+            verified = self.speculation.verify(
+                verify_inputs, aux or (hidden,), token_ids, sampling.seeds, later
+            )
+        extra = verify_inputs, aux, None, verified
+        return ForwardResult(hidden, logits, token_ids, sampling, inputs["logit_rows"], *extra, routes=routes)
 
     def _sample_masked(self, output: ForwardResult) -> Tensor:
         count = len(output.logits)

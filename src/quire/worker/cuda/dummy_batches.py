@@ -14,12 +14,13 @@ from quire.kernels.triton.launch import MOST_ROWS, compile_ahead, compiling
 from quire.kernels.triton.masks import apply_masks
 from quire.kernels.triton.sampling import ConstrainedDevice
 from quire.memory import ladder, rows_at_once
+from quire.models.decoder import HiddenWithAux
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.draft_graphs import DraftGraphs
 from quire.worker.cuda.draft_verify import Speculation
 from quire.worker.cuda.graphs import verify_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling, sample_tokens
-from quire.worker.device import ForwardResult, Model, blank_batch
+from quire.worker.device import Model, blank_batch
 from quire.worker.memory import measure_peak
 
 _LONG_STEP = 4096
@@ -125,11 +126,14 @@ class DummyBatches:
         verify_inputs = None
         if self.speculation is not None:
             verify_inputs = self.speculation.derive(batch, inputs, self.block_tables)
-        out = self.model.compute(batch, inputs, is_padded=True)
-        states = out.draft_states if isinstance(out, ForwardResult) else ()
+        out = self.model.hidden(batch)
+        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
+        if self.model.has_lm_head:
+            self.model.logits(hidden[batch.logit_tokens], batch)
         if self.speculation is not None and verify_inputs is not None:
             for later in (None, self.masked_sampling.later):
-                self.speculation.verify(verify_inputs, states, inputs["positions"], inputs["seeds"], later)
+                states, positions = aux or (hidden,), inputs["positions"]
+                self.speculation.verify(verify_inputs, states, positions, inputs["seeds"], later)
 
     @torch.inference_mode()
     def _compile_drafts(
