@@ -164,7 +164,9 @@ def lost_writes(tier: DiskTier) -> list[bytes]:
     return done.lost_writes
 
 
-def test_blocks_beyond_the_limit_of_waiting_writes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_beyond_the_limit_of_waiting_writes_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_tier, "_MAX_WAITING_BYTES", 2 * SIZE)
     tier = opened(tmp_path)
     assert tier.admit(KEYS[:3]) == 2
