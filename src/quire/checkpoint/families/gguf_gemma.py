@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts
+from quire.checkpoint.families.decoder import Windows, kv_sharing_targets, unused_kv_pattern
 from quire.checkpoint.families.gguf import gguf_decoder, optional_size, per_layer, read_experts, read_windows
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
@@ -64,7 +65,7 @@ def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     rope = read_gguf_rope(file, arch, arch.size("attention.key_length"))
     local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
     windows = read_windows(arch, every=5, window=arch.size("attention.sliding_window"))
-    shared = _shared_from(arch, [window is None for window in windows])
+    shared = _kv_sharing_targets(arch, windows)
     stored = arch.get("activation_sparsity_scale")
     deviations = np.asarray([-math.inf] * len(windows) if stored is None else stored)
     if deviations.shape != (len(windows),) or deviations.dtype.kind != "f":
@@ -111,7 +112,7 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         theta=arch.number("rope.freq_base_swa", 10000.0),
     )
     windows = read_windows(arch, every=6, window=arch.size("attention.sliding_window"))
-    shared = _shared_from(arch, [window is None for window in windows])
+    shared = _kv_sharing_targets(arch, windows)
     kv_heads, inner = per_layer(arch, "attention.head_count_kv"), per_layer(arch, "feed_forward_length")
     has_experts = "blk.0.ffn_gate_inp.weight" in file.tensors
     layers = tuple(
@@ -140,15 +141,9 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     return gguf_decoder(file, arch, layers=layers, altup=altup, moe=moe, **_gemma3n_facts(arch, shared))
 
 
-def _shared_from(arch: ConfigReader, full: list[bool]) -> list[int | None]:
-    """Return for each layer the index of the earlier layer whose KV cache it uses; None: the layer has its
-    own KV cache. `full` is true for layers with full attention."""
-    num_shared = optional_size(arch, "attention.shared_kv_layers") or 0
-    first = len(full) - num_shared
-    last = {kind: max((at for at in range(max(first, 0)) if full[at] == kind), default=None) for kind in full}
-    if num_shared and any(last[kind] is None for kind in full[first:]):
-        raise arch.wrong("attention.shared_kv_layers", "a number that leaves a layer of each kind in front")
-    return [last[kind] if at >= first else None for at, kind in enumerate(full)]
+def _kv_sharing_targets(arch: ConfigReader, windows: Windows) -> list[int | None]:
+    key = "attention.shared_kv_layers"
+    return kv_sharing_targets(arch, key, windows, optional_size(arch, key) or 0)
 
 
 def _stored_shape(file: GGUFFile, name: str) -> tuple[int, ...]:
@@ -161,7 +156,6 @@ def _stored_shape(file: GGUFFile, name: str) -> tuple[int, ...]:
 def _gemma3n_facts(arch: ConfigReader, shared: list[int | None]) -> dict[str, Any]:
     """Return fields of ArchFacts for Gemma 3n and later: norms of queries and keys, and unscaled attention.
     Layers that use the KV cache of another layer (`shared`) do not load their key and value weights."""
-    numbers = "|".join(str(at) for at, target in enumerate(shared) if target is not None) or "none"
     return {
         "activation": "gelu_tanh",
         "attention_scale": 1.0,
@@ -169,5 +163,5 @@ def _gemma3n_facts(arch: ConfigReader, shared: list[int | None]) -> dict[str, An
         "qk_norm": "head",
         "logit_softcap": arch.optional_number("final_logit_softcapping"),
         "max_len": arch.size("context_length", FALLBACK_MAX_LEN),
-        "unused": rf"layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\.",
+        "unused": unused_kv_pattern(shared),
     }

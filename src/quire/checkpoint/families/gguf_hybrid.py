@@ -15,6 +15,7 @@ from quire.checkpoint.families.gguf import (
     per_layer,
     read_experts,
 )
+from quire.checkpoint.families.lfm import conv_state
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_gguf_rope
@@ -77,21 +78,13 @@ def _qwen_experts(arch: ConfigReader) -> MoeFacts | None:
 def lfm2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read LFM2: gated short convolutions, attention in layers with key/value heads, and in some models
     experts after the first layers."""
-    hidden, moe, dense = arch.size("embedding_length"), None, arch.size("block_count")
+    moe, dense = None, arch.size("block_count")
     if optional_size(arch, "expert_count") is not None:
         inner, bias = arch.size("expert_feed_forward_length"), has_any(file, ".exp_probs_b.bias")
         moe = read_experts(arch, inner, scoring="sigmoid", choice_bias=bias)
         dense = optional_size(arch, "leading_dense_block_count") or 0
     biased = has_any(file, ".shortconv.in_proj.bias")
-    state = StateFacts(
-        heads=hidden,
-        head_dim=1,
-        state=0,
-        groups=0,
-        conv=arch.size("shortconv.l_cache"),
-        conv_bias=biased,
-        proj_bias=biased,
-    )
+    state = conv_state(arch.size("embedding_length"), arch.size("shortconv.l_cache"), biased)
     facts = _hybrid(file, arch, "conv", state, rotates=True, qk_norm="head")
     layers = tuple(replace(layer, moe=at >= dense) for at, layer in enumerate(facts.layers))
     return replace(facts, layers=layers, moe=moe)

@@ -8,6 +8,8 @@ from quire.checkpoint.families.alibi import databricks
 from quire.checkpoint.families.decoder import (
     LAYER_NORM,
     decoder,
+    full_every,
+    head_dim_of,
     layer_kinds,
     ropes_by_kind,
     same_window,
@@ -126,7 +128,7 @@ def minimax_m2(keys: ConfigReader) -> ArchFacts:
 
 def dots1(keys: ConfigReader) -> ArchFacts:
     """Read dots.llm1: Qwen 3's attention, DeepSeek's experts."""
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = head_dim_of(keys)
     windows = sliding_window(keys) is not None
     facts = qwen3(keys.but(head_dim=head_dim, use_sliding_window=windows).defaults(max_window_layers=62))
     moe = deepseek_experts(keys.defaults(norm_topk_prob=False), "sigmoid")
@@ -172,8 +174,7 @@ def _is_mean(keys: ConfigReader) -> bool:
 
 
 def glm4_moe(keys: ConfigReader) -> ArchFacts:
-    biased, heads = keys.flag("attention_bias"), keys.size("num_attention_heads")
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // heads)
+    biased, head_dim = keys.flag("attention_bias"), head_dim_of(keys)
     rope = read_rope(keys.but(partial_rotary_factor=keys.get("partial_rotary_factor") or 0.5), head_dim)
     facts = decoder(
         keys,
@@ -218,8 +219,7 @@ def hy3(keys: ConfigReader) -> ArchFacts:
 
 def afmoe(keys: ConfigReader) -> ArchFacts:
     """Read AFMoE: only window layers have rotary embedding."""
-    count, every = keys.size("num_hidden_layers"), keys.size("global_attn_every_n_layers", 4)
-    pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(count)]
+    pattern = full_every(keys, keys.size("global_attn_every_n_layers", 4))
     windows = windows_by_kind(keys, sliding_window(keys, 1024), default=pattern)
     facts = decoder(
         keys.defaults(rms_norm_eps=1e-5),

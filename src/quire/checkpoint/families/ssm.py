@@ -13,7 +13,7 @@ from quire.checkpoint.facts import (
     SharedFacts,
     StateFacts,
 )
-from quire.checkpoint.families.decoder import decoder
+from quire.checkpoint.families.decoder import decoder, full_every
 from quire.checkpoint.families.dense import granite, llama
 from quire.checkpoint.families.moe import deepseek_experts, qwen_experts, qwen_sparse_layers
 from quire.checkpoint.reader import ConfigReader
@@ -357,8 +357,8 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
     if keys.get("partial_rotary_factor") is None:
         keys = keys.but(partial_rotary_factor=0.25)
     head_dim, biased = keys.size("head_dim", 256), keys.flag("attention_bias")
-    rope, every = read_rope(keys, head_dim), keys.size("full_attention_interval", 4)
-    default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(len(sparse))]
+    rope = read_rope(keys, head_dim)
+    default = full_every(keys, keys.size("full_attention_interval", 4), other="linear_attention")
     kinds = has_state(keys if keys.get("layer_types") else keys.but(layer_types=default), "layer_types")
     if all(sparse):
         facts["intermediate"] = keys.size("intermediate_size", keys.size("moe_intermediate_size"))
