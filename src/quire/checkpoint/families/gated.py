@@ -94,11 +94,15 @@ def laguna(keys: ConfigReader) -> ArchFacts:
     )
     for n in layer_heads:
         check_heads(keys.source, n, facts.kv_heads)
-    scale = keys.number("moe_routed_scaling_factor", 1.0)
-    moe = read_experts(keys, "moe_intermediate_size", True, scoring="sigmoid", names="laguna")
-    shared = keys.size("shared_expert_intermediate_size", 512)
-    moe = replace(
-        moe, routing=moe.routing._replace(scale=scale), choice_bias=True, shared_intermediate=shared
+    moe = read_experts(
+        keys,
+        "moe_intermediate_size",
+        True,
+        scoring="sigmoid",
+        scale=keys.number("moe_routed_scaling_factor", 1.0),
+        choice_bias=True,
+        shared_intermediate=keys.size("shared_expert_intermediate_size", 512),
+        names="laguna",
     )
     return add_experts(facts, moe, first_dense(keys, 1))
 

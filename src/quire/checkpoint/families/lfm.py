@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing, StateFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
 from quire.checkpoint.families.decoder import decoder, head_dim_of, layer_kinds, ropes_by_kind, sliding_window
+from quire.checkpoint.families.moe import read_experts
 from quire.checkpoint.families.ssm import build_layers, has_state
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
@@ -22,15 +23,12 @@ def lfm2(keys: ConfigReader) -> ArchFacts:
 def lfm2_moe(keys: ConfigReader) -> ArchFacts:
     """Read LFM2-MoE: LFM2 with experts in all but the first layers."""
     count, dense = keys.size("num_hidden_layers"), keys.count("num_dense_layers", 2)
-    moe = MoeFacts(
-        experts=keys.size("num_experts", 32),
-        intermediate=keys.size("moe_intermediate_size"),
-        routing=Routing(
-            keys.size("num_experts_per_tok", 4),
-            scoring="sigmoid",
-            renormalized=keys.flag("norm_topk_prob", True),
-            scale=keys.number("routed_scaling_factor", 1.0),
-        ),
+    moe = read_experts(
+        keys.defaults(num_experts=32, num_experts_per_tok=4),
+        "moe_intermediate_size",
+        keys.flag("norm_topk_prob", True),
+        scoring="sigmoid",
+        scale=keys.number("routed_scaling_factor", 1.0),
         choice_bias=keys.flag("use_expert_bias", True),
         names="lfm2",
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing, StateFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts, StateFacts
 from quire.checkpoint.families.decoder import (
     FULL,
     decoder,
@@ -13,7 +13,13 @@ from quire.checkpoint.families.decoder import (
 )
 from quire.checkpoint.families.dense import olmo2
 from quire.checkpoint.families.mla import mla_decoder
-from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, mtp_pattern
+from quire.checkpoint.families.moe import (
+    add_experts,
+    deepseek_experts,
+    first_dense,
+    mtp_pattern,
+    read_experts,
+)
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
@@ -171,13 +177,8 @@ def minimax(keys: ConfigReader) -> ArchFacts:
         ),
         unused=r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$",
     )
-    moe = MoeFacts(
-        experts=keys.size("num_local_experts"),
-        intermediate=facts.intermediate,
-        routing=Routing(keys.size("num_experts_per_tok", 2), renormalized=True),
-        names="mixtral",
-    )
-    return add_experts(facts, moe)
+    keys = keys.defaults(num_experts_per_tok=2)
+    return add_experts(facts, read_experts(keys, "intermediate_size", True, names="mixtral"))
 
 
 def _read_scales(keys: ConfigReader, name: str) -> tuple[float, float]:

@@ -103,14 +103,14 @@ def flex_olmo(keys: ConfigReader) -> ArchFacts:
 
 def granite_moe(keys: ConfigReader) -> ArchFacts:
     """Read Granite MoE, with or without a shared expert."""
-    return add_experts(granite(keys), _granite_experts(keys))
+    return add_experts(granite(keys), granite_experts(keys))
 
 
 def granite_moe_swa(keys: ConfigReader) -> ArchFacts:
-    return add_experts(granite_swa(keys), replace(_granite_experts(keys), names="granite_swa"))
+    return add_experts(granite_swa(keys), replace(granite_experts(keys), names="granite_swa"))
 
 
-def _granite_experts(keys: ConfigReader) -> MoeFacts:
+def granite_experts(keys: ConfigReader) -> MoeFacts:
     shared = keys.count("shared_intermediate_size")
     return read_experts(keys, "intermediate_size", True, names="granite", shared_intermediate=shared)
 
@@ -203,11 +203,12 @@ def hy3(keys: ConfigReader) -> ArchFacts:
     """Read Hunyuan 3: Qwen 3's attention, sigmoid routing in float32."""
     keys = keys.defaults(rope_theta=11158840.0, rms_norm_eps=1e-5)
     inner = keys.size("moe_intermediate_size")
-    scale = keys.number("router_scaling_factor", 2.826)
-    moe = MoeFacts(
-        experts=num_experts(keys),
-        intermediate=inner,
-        routing=Routing(keys.size("num_experts_per_tok", 8), "sigmoid", True, scale),
+    moe = read_experts(
+        keys.defaults(num_experts_per_tok=8),
+        "moe_intermediate_size",
+        True,
+        scoring="sigmoid",
+        scale=keys.number("router_scaling_factor", 2.826),
         choice_bias=True,
         wide_router=True,
         shared_intermediate=inner * keys.size("num_shared_experts", 1),
@@ -232,12 +233,12 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
         embed_scale=keys.size("hidden_size") ** 0.5 if keys.flag("mup_enabled") else 1.0,
     )
     inner = keys.size("moe_intermediate_size")
-    moe = MoeFacts(
-        experts=num_experts(keys),
-        intermediate=inner,
-        routing=Routing(
-            keys.size("num_experts_per_tok", 6), "sigmoid", True, keys.number("route_scale", 1.0)
-        ),
+    moe = read_experts(
+        keys.defaults(num_experts_per_tok=6),
+        "moe_intermediate_size",
+        True,
+        scoring="sigmoid",
+        scale=keys.number("route_scale", 1.0),
         choice_bias=True,
         shared_intermediate=inner * keys.count("num_shared_experts"),
         names="afmoe",
@@ -370,12 +371,12 @@ def llama4(keys: ConfigReader) -> ArchFacts:
         attention_temperature=growth if keys.flag("attn_temperature_tuning", True) else None,
         attention_bias=keys.flag("attention_bias"),
     )
-    inner = keys.size("intermediate_size")
-    moe = MoeFacts(
-        experts=num_experts(keys),
-        intermediate=inner,
-        routing=Routing(keys.size("num_experts_per_tok", 1), scoring="sigmoid"),
-        shared_intermediate=inner,
+    moe = read_experts(
+        keys.defaults(num_experts_per_tok=1),
+        "intermediate_size",
+        False,
+        scoring="sigmoid",
+        shared_intermediate=keys.size("intermediate_size"),
         weighs_input=True,
         names="llama4",
     )
@@ -383,11 +384,17 @@ def llama4(keys: ConfigReader) -> ArchFacts:
 
 
 def read_experts(
-    keys: ConfigReader, inner: str, renormalized: bool, *, scoring: str = "softmax", **facts: Any
+    keys: ConfigReader,
+    inner: str,
+    renormalized: bool,
+    *,
+    scoring: str = "softmax",
+    scale: float = 1.0,
+    **facts: Any,
 ) -> MoeFacts:
     """Read experts by the usual keys; `inner` is the key of their intermediate size, and `facts` are fields
     of MoeFacts."""
-    routing = Routing(keys.size("num_experts_per_tok"), scoring, renormalized)
+    routing = Routing(keys.size("num_experts_per_tok"), scoring, renormalized, scale)
     return MoeFacts(experts=num_experts(keys), intermediate=keys.size(inner), routing=routing, **facts)
 
 

@@ -17,7 +17,7 @@ from quire.checkpoint.families.decoder import (
     unused_kv_pattern,
     windows_by_kind,
 )
-from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense
+from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, read_experts
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
@@ -280,10 +280,10 @@ def gpt_oss(keys: ConfigReader) -> ArchFacts:
         layers=tuple(LayerFacts(rope, window, moe=True) for window in windows),
         attention_bias=keys.flag("attention_bias", True),
         sinks=True,
-        moe=MoeFacts(
-            experts=keys.size("num_local_experts", 128),
-            intermediate=keys.size("intermediate_size"),
-            routing=Routing(keys.size("num_experts_per_tok", 4), renormalized=True),
+        moe=read_experts(
+            keys.defaults(num_local_experts=128, num_experts_per_tok=4),
+            "intermediate_size",
+            True,
             router_bias=True,
             expert_bias=True,
             activation="clamped_swiglu",

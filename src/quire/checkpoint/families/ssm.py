@@ -7,15 +7,19 @@ from typing import Any
 from quire.checkpoint.facts import (
     ArchFacts,
     LayerFacts,
-    MoeFacts,
     RopeFacts,
-    Routing,
     SharedFacts,
     StateFacts,
 )
 from quire.checkpoint.families.decoder import decoder, full_every
 from quire.checkpoint.families.dense import granite, llama
-from quire.checkpoint.families.moe import deepseek_experts, qwen_experts, qwen_sparse_layers
+from quire.checkpoint.families.moe import (
+    deepseek_experts,
+    granite_experts,
+    qwen_experts,
+    qwen_sparse_layers,
+    read_experts,
+)
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
@@ -114,12 +118,8 @@ def jamba(keys: ConfigReader) -> ArchFacts:
     numbers, moe = range(keys.size("num_hidden_layers")), None
     inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
     if keys.size("num_experts", 16) > 1:
-        moe = MoeFacts(
-            experts=keys.size("num_experts", 16),
-            intermediate=keys.size("intermediate_size"),
-            routing=Routing(keys.size("num_experts_per_tok", 2)),
-            names="jamba",
-        )
+        expert_keys = keys.defaults(num_experts=16, num_experts_per_tok=2)
+        moe = read_experts(expert_keys, "intermediate_size", False, names="jamba")
     sparse = [moe is not None and i % sparse_every == sparse_first for i in numbers]
     return decoder(
         keys,
@@ -220,13 +220,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
     kinds = has_state(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
     facts, moe = granite(keys), None
     if keys.get("num_local_experts"):
-        moe = MoeFacts(
-            experts=keys.size("num_local_experts"),
-            intermediate=keys.size("intermediate_size"),
-            routing=Routing(keys.size("num_experts_per_tok"), renormalized=True),
-            shared_intermediate=keys.size("shared_intermediate_size"),
-            names="granite",
-        )
+        moe = granite_experts(keys)
     rope = facts.layers[0].rope if keys.get("position_embedding_type") == "rope" else None
     return replace(
         facts,

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing
 from quire.checkpoint.families.decoder import FULL, SLIDING, check_heads, decoder, sliding_window
-from quire.checkpoint.families.moe import mtp_pattern
+from quire.checkpoint.families.moe import mtp_pattern, read_experts
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
@@ -83,15 +83,12 @@ def _count(keys: ConfigReader) -> int:
 
 
 def _experts(keys: ConfigReader) -> MoeFacts:
-    return MoeFacts(
-        experts=keys.size("n_routed_experts"),
-        intermediate=keys.size("moe_intermediate_size"),
-        routing=Routing(
-            keys.size("num_experts_per_tok"),
-            scoring="sigmoid",
-            renormalized=keys.flag("norm_expert_weight", True),
-            scale=keys.number("moe_router_scaling_factor", 1.0),
-        ),
+    return read_experts(
+        keys,
+        "moe_intermediate_size",
+        keys.flag("norm_expert_weight", True),
+        scoring="sigmoid",
+        scale=keys.number("moe_router_scaling_factor", 1.0),
         choice_bias=keys.flag("use_moe_router_bias", True),
         wide_router=keys.flag("need_fp32_gate", True),
         shared_intermediate=keys.size("share_expert_dim"),
