@@ -7,9 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts
+from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.families.decoder import Windows, kv_sharing_targets, unused_kv_pattern
-from quire.checkpoint.families.gguf import gguf_decoder, optional_size, per_layer, read_experts, read_windows
+from quire.checkpoint.families.gguf import (
+    gguf_decoder,
+    optional_size,
+    per_layer,
+    read_gguf_experts,
+    read_windows,
+)
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import FALLBACK_MAX_LEN, read_gguf_rope
@@ -37,7 +43,7 @@ def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     scaled; the context length includes the scaling."""
     head_dim = arch.size("attention.key_length")
     rope = read_gguf_rope(file, arch, head_dim)
-    local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
+    local_rope = _local_rope(rope, arch)
     windows = read_windows(arch, every=6, window=optional_size(arch, "attention.sliding_window"))
     return gguf_decoder(
         file,
@@ -48,6 +54,12 @@ def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         max_len=arch.size("context_length", FALLBACK_MAX_LEN),
         **_gemma_facts(arch, largest=62),
     )
+
+
+def _local_rope(rope: RopeFacts, arch: ConfigReader) -> RopeFacts:
+    """Return the rope of window layers, which is not scaled."""
+    theta = arch.number("rope.freq_base_swa", 10000.0)
+    return replace(rope, kind="default", factor=1.0, factors=(), theta=theta)
 
 
 def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
 def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Gemma 3n. The last layers share the KV cache of the last earlier layer of their type."""
     rope = read_gguf_rope(file, arch, arch.size("attention.key_length"))
-    local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
+    local_rope = _local_rope(rope, arch)
     windows = read_windows(arch, every=5, window=arch.size("attention.sliding_window"))
     shared = _kv_sharing_targets(arch, windows)
     stored = arch.get("activation_sparsity_scale")
@@ -85,7 +97,7 @@ def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     per_token = _stored_shape(file, "per_layer_token_embd.weight")
     altup = AltUpFacts(
         inputs=arch.size("altup.num_inputs"),
-        active=optional_size(arch, "altup.active_idx") or 0,
+        active=arch.count("altup.active_idx"),
         is_scaled=True,
         rank=_stored_shape(file, "blk.0.laurel_l.weight")[0],
         per_layer=arch.size("embedding_length_per_layer_input"),
@@ -103,14 +115,7 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     # Large factors stand for frequencies that do not rotate.
     factors = tuple(math.inf if factor > 1e20 else factor for factor in rope.factors)
     rope = replace(rope, factors=factors)
-    local_rope = replace(
-        rope,
-        kind="default",
-        factors=(),
-        factor=1.0,
-        dim=arch.size("rope.dimension_count_swa", local_dim),
-        theta=arch.number("rope.freq_base_swa", 10000.0),
-    )
+    local_rope = _local_rope(replace(rope, dim=arch.size("rope.dimension_count_swa", local_dim)), arch)
     windows = read_windows(arch, every=6, window=arch.size("attention.sliding_window"))
     shared = _kv_sharing_targets(arch, windows)
     kv_heads, inner = per_layer(arch, "attention.head_count_kv"), per_layer(arch, "feed_forward_length")
@@ -134,7 +139,7 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         altup = AltUpFacts(inputs=1, active=0, is_scaled=False, rank=0, per_layer=width, vocab=vocab)
     if has_experts:
         width = arch.size("expert_feed_forward_length")
-        moe = read_experts(arch, width, shared_intermediate=inner[0], names="apart_gemma4")
+        moe = read_gguf_experts(arch, width, shared_intermediate=inner[0], names="apart_gemma4")
     sizes = {"feed_forward_length": inner[0], "attention.head_count_kv": max(kv_heads)}
     local = {"attention.key_length": local_dim, "attention.value_length": local_dim}
     arch = arch.but(**sizes, **local)
@@ -143,7 +148,7 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 def _kv_sharing_targets(arch: ConfigReader, windows: Windows) -> list[int | None]:
     key = "attention.shared_kv_layers"
-    return kv_sharing_targets(arch, key, windows, optional_size(arch, key) or 0)
+    return kv_sharing_targets(arch, key, windows, arch.count(key))
 
 
 def _stored_shape(file: GGUFFile, name: str) -> tuple[int, ...]:

@@ -6,14 +6,14 @@ from typing import Any
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, StateFacts
 from quire.checkpoint.families.gguf import (
     check_divides,
-    deepseek_experts,
     gguf_decoder,
-    granite,
+    granite_scales,
     has_any,
     layers_without_mtp,
     optional_size,
     per_layer,
-    read_experts,
+    read_gguf_deepseek_experts,
+    read_gguf_experts,
 )
 from quire.checkpoint.families.lfm import conv_state
 from quire.checkpoint.gguf import GGUFFile
@@ -66,7 +66,7 @@ def _qwen_experts(arch: ConfigReader) -> MoeFacts | None:
     if optional_size(arch, "expert_count") is None:
         return None
     inner = arch.size("expert_feed_forward_length")
-    return read_experts(
+    return read_gguf_experts(
         arch,
         inner,
         renormalized=arch.flag("expert_weights_norm", True),
@@ -81,8 +81,8 @@ def lfm2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     moe, dense = None, arch.size("block_count")
     if optional_size(arch, "expert_count") is not None:
         inner, bias = arch.size("expert_feed_forward_length"), has_any(file, ".exp_probs_b.bias")
-        moe = read_experts(arch, inner, scoring="sigmoid", choice_bias=bias)
-        dense = optional_size(arch, "leading_dense_block_count") or 0
+        moe = read_gguf_experts(arch, inner, scoring="sigmoid", choice_bias=bias)
+        dense = arch.count("leading_dense_block_count")
     biased = has_any(file, ".shortconv.in_proj.bias")
     state = conv_state(arch.size("embedding_length"), arch.size("shortconv.l_cache"), biased)
     facts = _hybrid(file, arch, "conv", state, rotates=True, qk_norm="head")
@@ -125,23 +125,13 @@ def _mamba2(file: GGUFFile, arch: ConfigReader) -> StateFacts:
 
 def granitehybrid(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Granite 4 and Bamba: Mamba-2, and attention that mostly has no rotary embedding."""
-    scales = granite(file, arch.but(**{"attention.head_count_kv": arch.size("attention.head_count")}))
-    facts = _hybrid(
-        file,
-        arch,
-        "mamba",
-        _mamba2(file, arch),
-        rotates=arch.flag("rope.scaling.finetuned", True),
-        embed_scale=scales.embed_scale,
-        residual_scale=scales.residual_scale,
-        attention_scale=scales.attention_scale,
-        logit_scale=scales.logit_scale,
-    )
+    rotates = arch.flag("rope.scaling.finetuned", True)
+    facts = _hybrid(file, arch, "mamba", _mamba2(file, arch), rotates=rotates, **granite_scales(arch))
     if optional_size(arch, "expert_count") is None:
         stored = file.tensors.get("blk.0.ffn_up.weight")  # feed_forward_length may be that of another part
         return replace(facts, intermediate=stored.shape[0]) if stored else facts
-    shared = optional_size(arch, "expert_shared_feed_forward_length") or 0
-    moe = read_experts(arch, facts.intermediate, shared_intermediate=shared)
+    shared = arch.count("expert_shared_feed_forward_length")
+    moe = read_gguf_experts(arch, facts.intermediate, shared_intermediate=shared)
     return replace(facts, moe=moe, layers=tuple(replace(layer, moe=True) for layer in facts.layers))
 
 
@@ -153,9 +143,9 @@ def nemotron_h(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     moe = None
     if optional_size(arch, "expert_count") is not None:
         moe = replace(
-            deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True)),
+            read_gguf_deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True)),
             plain=True,
-            latent=optional_size(arch, "moe_latent_size") or 0,
+            latent=arch.count("moe_latent_size"),
             shared_intermediate=arch.size("expert_shared_feed_forward_length"),
             names="apart_nemotron_h",
         )
