@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
 
 _UNGATED = {
     "ApertusForCausalLM",
@@ -172,29 +172,30 @@ def _latent(facts: ArchFacts) -> int:
     return query + down + up + heads * mla.v_dim * facts.hidden
 
 
+def _state(facts: ArchFacts) -> StateFacts:
+    assert facts.state is not None, "an SSM layer needs StateFacts"
+    return facts.state
+
+
 def _mamba(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     inner, shared = state.heads * state.head_dim, 2 * state.groups * state.state
     return facts.hidden * (3 * inner + shared + state.heads) + (inner + shared) * (state.conv + 1)
 
 
 def _selective(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     made = state.rank + 2 * state.state
     return state.heads * (3 * facts.hidden + made + state.rank + state.state + state.conv + 3)
 
 
 def _conv(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     return state.heads * (4 * facts.hidden + state.conv)
 
 
 def _delta(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     values, keys = state.heads * state.head_dim, state.groups * state.state
     decays = keys if state.decays_channels else state.heads
     gates = facts.hidden * (values + decays)
@@ -204,8 +205,7 @@ def _delta(facts: ArchFacts) -> int:
 
 
 def _lightning(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     return state.heads * state.head_dim * (5 * facts.hidden + 1)
 
 
