@@ -22,9 +22,9 @@ SCALE_BYTES = 4
 """Bytes of the float32 scale behind each head of an int8 cache."""
 ROW_KINDS = ("state", "cross_attention")
 """Values of `CacheSpec.kind` for caches with a fixed size per row (running request)."""
-MARK_BYTES = 4
-"""Bytes per running request of the state of a layer whose cache is in transformers. The state is not used,
-but without it the layer would have no cache spec."""
+_PLACEHOLDER_BYTES = 4
+"""Bytes per running request of the unused placeholder state of a layer whose cache is in transformers; such a
+layer has no pages."""
 CROSS_BLOCK_SIZE = 16
 """Block size of cross-attention states; the number of states is rounded up to a multiple of this size."""
 
@@ -317,7 +317,7 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
     if layer.mixer == "none" or layer.kv_sharing_target is not None:
         return None
     if layer.mixer == "transformers":
-        return CacheSpec("state", bytes_per_row=MARK_BYTES)
+        return CacheSpec("state", bytes_per_row=_PLACEHOLDER_BYTES)
     if layer.mixer == "latent":
         assert facts.mla is not None
         index_dim = facts.mla.index.dim if facts.mla.index is not None and layer.has_indexer else 0

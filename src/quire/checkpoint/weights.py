@@ -123,11 +123,11 @@ def _zamba_layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     shared, hidden = facts.shared, facts.hidden
     assert shared is not None
     mixer, dense = _mamba(facts) + hidden, 0
-    if layer.block >= 0:
+    if layer.shared_block >= 0:
         queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
         adapters = 3 * (2 * hidden + queries) if shared.adapts_attention else 0
         mixer += hidden * hidden + shared.rank * (adapters + hidden + 2 * facts.intermediate)
-        if layer.use < shared.blocks:
+        if layer.shared_block_use < shared.blocks:
             mixer += hidden * (3 * queries + 4 * keys + 3)
             dense = 3 * hidden * facts.intermediate
     return LayerWeights(mixer, dense)

@@ -53,7 +53,8 @@ def phimoe(keys: ConfigReader) -> ArchFacts:
         head_bias=keys.flag("lm_head_bias"),
     )
     jitter = 2 * keys.number("router_jitter_noise", 0.01)
-    return add_experts(facts, read_experts(keys, "intermediate_size", False, names="mixtral", spread=jitter))
+    moe = read_experts(keys, "intermediate_size", False, names="mixtral", sparsemixer_threshold=jitter)
+    return add_experts(facts, moe)
 
 
 def qwen2_moe(keys: ConfigReader) -> ArchFacts:

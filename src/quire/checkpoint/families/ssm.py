@@ -186,7 +186,9 @@ def zamba2(keys: ConfigReader) -> ArchFacts:
         raise keys.wrong(key, "for each layer mamba, linear_attention or hybrid")
     uses = [number for number, kind in enumerate(kinds) if kind == "hybrid"]
     shared_layers = {
-        number: LayerFacts(rope, mixer="attention+mamba", block=uses[use % num_blocks], use=use)
+        number: LayerFacts(
+            rope, mixer="attention+mamba", shared_block=uses[use % num_blocks], shared_block_use=use
+        )
         for use, number in enumerate(uses)
     }
     groups = keys.size("mamba_ngroups", 1)
