@@ -60,7 +60,7 @@ def test_fp8_cache_holds_twice_the_tokens() -> None:
 
 def test_checkpoints_of_states_take_a_quarter_of_what_rows_leave() -> None:
     state = 10 * BLOCK
-    specs = (CacheSpec("state", bytes_per_row=state), CacheSpec("full", numbers=32))
+    specs = (CacheSpec("state", bytes_per_row=state), CacheSpec("full", elements=32))
     hybrid = layout(specs, 1 << 20)
     page, settings = hybrid.block_bytes(16, 2), {"layout": hybrid, "num_rows": 3, "checkpoint_unit": 16}
     room = 4 * state + 80 * state
@@ -187,7 +187,7 @@ def test_bytes_are_human_readable(num_bytes: int, text: str) -> None:
 
 def test_sliding_windows_leave_room_for_more_tokens() -> None:
     """Five windows per full layer, at 32k: more than three times the tokens in the same memory."""
-    full, narrow = CacheSpec("full", numbers=64), CacheSpec("window", numbers=64, window=1024)
+    full, narrow = CacheSpec("full", elements=64), CacheSpec("window", elements=64, window=1024)
     results = {}
     for name, specs in {"full": [full] * 36, "windows": ([narrow] * 5 + [full]) * 6}.items():
         settings = {"layout": layout(specs, 1 << 17), "max_model_len": 32768, "max_chunk": 8192}
@@ -200,7 +200,7 @@ def test_sliding_windows_leave_room_for_more_tokens() -> None:
 
 def test_window_only_model_holds_any_length() -> None:
     """During a chunk of 32, a window of 32 takes at most 5 blocks of 16."""
-    narrow = {"layout": layout([CacheSpec("window", numbers=64, window=32)], 1 << 20), "max_model_len": 10**5}
+    narrow = {"layout": layout([CacheSpec("window", elements=64, window=32)], 2**20), "max_model_len": 10**5}
     assert size(num_blocks_override=6, **narrow).max_model_len == 10**5
     with pytest.raises(ConfigError, match="needs 6 KV cache blocks"):
         size(num_blocks_override=5, **narrow)

@@ -74,7 +74,7 @@ def with_scales(path: Path, names: tuple[str, ...]) -> None:
 def keep_in(model: Any, kind: torch.dtype, backend: AttentionBackend) -> None:
     """Allocate the cache of each layer, filled with zeros."""
     for layer in caching_layers(model.modules()):
-        size = 64 * BLOCK_SIZE * layer.cache_spec.planes * layer.cache_spec.numbers
+        size = 64 * BLOCK_SIZE * layer.cache_spec.planes * layer.cache_spec.elements
         memory = torch.zeros(size, dtype=torch.uint8)
         layer.bind_memory(memory, block_size=BLOCK_SIZE, cache_dtype=kind, group=0)
         layer.backend = backend  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ def run_rounded(hf_model: Any, ids: list[int]) -> Tensor:
 def keep_in_int8(model: Any, backend: AttentionBackend) -> None:
     for layer in caching_layers(model.modules()):
         keeps = layer.cache_spec.stored_as(INT8_CACHE)
-        memory = torch.full((64 * BLOCK_SIZE * keeps.planes * keeps.numbers,), 255, dtype=torch.uint8)
+        memory = torch.full((64 * BLOCK_SIZE * keeps.planes * keeps.elements,), 255, dtype=torch.uint8)
         layer.bind_memory(memory, block_size=BLOCK_SIZE, cache_dtype=torch.int8, group=0)
         layer.backend = backend  # type: ignore[attr-defined]
 
@@ -131,7 +131,7 @@ def test_layout_has_the_scales(tmp_path: Path) -> None:
     specs = cache_specs(read_checkpoint(path).facts)
     whole, scaled = layout(specs, 64), layout(specs, 64, kv_dtype=INT8_CACHE)
     (spec,) = {spec for spec in specs if spec is not None and spec.window is None}
-    factor = (spec.numbers + 4 * spec.heads) / spec.numbers
+    factor = (spec.elements + 4 * spec.heads) / spec.elements
     assert scaled.block_bytes(16, 1) == factor * whole.block_bytes(16, 1)
     half = cache_specs(shard_facts(read_checkpoint(path).facts, 2))
     assert [kept.heads for kept in half if kept] == [max(1, kept.heads // 2) for kept in specs if kept]

@@ -5,12 +5,12 @@ import pytest
 from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs, has_ssm_state, layout
 
-FULL, LATENT = CacheSpec("full", numbers=8), CacheSpec("latent", planes=1, numbers=16)
+FULL, LATENT = CacheSpec("full", elements=8), CacheSpec("latent", planes=1, elements=16)
 STATE = CacheSpec("state", bytes_per_row=100)
 
 
-def window(size: int, numbers: int = 8) -> CacheSpec:
-    return CacheSpec("window", numbers=numbers, window=size)
+def window(size: int, elements: int = 8) -> CacheSpec:
+    return CacheSpec("window", elements=elements, window=size)
 
 
 def test_full_attention_layers_are_one_group() -> None:
@@ -44,19 +44,19 @@ def test_number_of_layers_per_group(specs: list[CacheSpec], sizes: list[int]) ->
     assert [len(group.layers) for group in made.groups] == sizes and len(made.slabs) == max(sizes)
 
 
-@pytest.mark.parametrize("odd", [LATENT, window(9, numbers=4)], ids=["one plane", "fewer heads"])
+@pytest.mark.parametrize("odd", [LATENT, window(9, elements=4)], ids=["one plane", "fewer heads"])
 def test_layers_with_different_pages_share_no_memory(odd: CacheSpec) -> None:
     made = layout([FULL, odd, FULL], 100)
-    assert made.windows == (None,) and made.slabs == (16, 16, odd.planes * odd.numbers)
+    assert made.windows == (None,) and made.slabs == (16, 16, odd.planes * odd.elements)
     assert made.places == {0: (0, 0), 2: (0, 1), 1: (0, 2)}
 
 
-@pytest.mark.parametrize("draft", [CacheSpec("full", numbers=2), LATENT, window(5, numbers=2)])
+@pytest.mark.parametrize("draft", [CacheSpec("full", elements=2), LATENT, window(5, elements=2)])
 def test_draft_with_other_pages_is_in_the_full_group(draft: CacheSpec) -> None:
     """The target's windows stay windows; the draft's pages are unused in their blocks."""
     made = layout([FULL, window(6)] * 4 + [draft] * 2, 1000)
     assert made.windows == (None, 6) and made.groups[0].layers == (0, 2, 4, 6, 8, 9)
-    assert made.slabs == (16,) * 4 + (draft.planes * draft.numbers,) * 2
+    assert made.slabs == (16,) * 4 + (draft.planes * draft.elements,) * 2
     assert [made.places[layer] for layer in (7, 8, 9)] == [(1, 3), (0, 4), (0, 5)]
     last = made.of({7, 8, 9})
     assert last.windows == made.windows and last.places == {8: (0, 0), 9: (0, 1), 7: (1, 2)}
@@ -65,7 +65,7 @@ def test_draft_with_other_pages_is_in_the_full_group(draft: CacheSpec) -> None:
 def test_half_size_pages_are_placed_side_by_side() -> None:
     """Gemma 4 31B: 60 layers, each sixth with full attention and half the bytes per token. A block has the
     size of those ten layers for its tokens."""
-    specs = [CacheSpec("full", numbers=2048) if i % 6 == 5 else window(1024, 4096) for i in range(60)]
+    specs = [CacheSpec("full", elements=2048) if i % 6 == 5 else window(1024, 4096) for i in range(60)]
     made = layout(specs, 1 << 17)
     assert made.windows == (None, *(1024,) * 10) and made.slabs == (2 * 4096,) * 5
     assert [len(group.layers) for group in made.groups] == [10] + [5] * 10
@@ -78,7 +78,7 @@ def test_half_size_pages_are_placed_side_by_side() -> None:
 
 
 def test_pages_that_do_not_divide_each_other_share_no_memory() -> None:
-    specs = [CacheSpec("full", numbers=6), *[window(9, numbers=4)] * 5] * 2
+    specs = [CacheSpec("full", elements=6), *[window(9, elements=4)] * 5] * 2
     assert layout(specs, 1 << 17).largest == 0
 
 
@@ -90,8 +90,8 @@ def test_draft_with_the_same_pages_adds_layers() -> None:
 
 def test_full_attention_draft_disables_windows() -> None:
     """Its blocks have room for all layers anyway, unless it has the same pages or a part of them."""
-    assert layout([window(6)] * 4 + [CacheSpec("full", numbers=3)], 1000).windows == (None,)
-    assert layout([window(6)] * 4 + [CacheSpec("full", numbers=2)], 1000).windows == (None, 6, 6, 6, 6)
+    assert layout([window(6)] * 4 + [CacheSpec("full", elements=3)], 1000).windows == (None,)
+    assert layout([window(6)] * 4 + [CacheSpec("full", elements=2)], 1000).windows == (None, 6, 6, 6, 6)
     assert layout([window(6)] * 4 + [FULL], 1000).windows == (None, 6, 6, 6, 6)
 
 
@@ -134,7 +134,7 @@ def test_request_takes_only_the_blocks_of_its_window(tokens: int, chunk: int, bl
 def test_cache_specs_follow_the_facts() -> None:
     layers = tuple(LayerFacts(RopeFacts(), window) for window in (None, 32))
     facts = ArchFacts("Qwen3ForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, layers)
-    assert cache_specs(facts) == (CacheSpec("full", numbers=32), window(32, numbers=32))
+    assert cache_specs(facts) == (CacheSpec("full", elements=32), window(32, elements=32))
 
 
 def test_pipeline_stage_has_all_groups_and_its_own_layers() -> None:

@@ -71,8 +71,8 @@ def test_facts_of_one_rank() -> None:
     assert shard_facts(FACTS, 1) is FACTS
     shard = shard_facts(FACTS, 4)
     assert (shard.heads, shard.kv_heads, shard.intermediate, shard.vocab) == (8, 2, 24, 1001)
-    assert [spec.numbers for spec in cache_specs(shard) if spec] == [8, 8]
-    assert [spec.numbers for spec in cache_specs(shard_facts(FACTS, 32)) if spec] == [4, 4]
+    assert [spec.elements for spec in cache_specs(shard) if spec] == [8, 8]
+    assert [spec.elements for spec in cache_specs(shard_facts(FACTS, 32)) if spec] == [4, 4]
     state = shard_facts(STATE, 4).state
     assert state is not None and (state.heads, state.groups) == (6, 1)
     moe = shard_facts(MOE, 4).moe

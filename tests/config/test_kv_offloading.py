@@ -11,7 +11,7 @@ from quire.config.machine import Machine
 from quire.config.vllm_names import translate
 from quire.errors import ConfigError
 
-FULL, STATE = CacheSpec("full", numbers=8), CacheSpec("state", bytes_per_row=64)
+FULL, STATE = CacheSpec("full", elements=8), CacheSpec("state", bytes_per_row=64)
 CPU, GPU = (Machine(device, device, 1, 1 << 34, 1 << 34, 4) for device in ("cpu", "cuda"))
 GIB = 1 << 30
 
@@ -51,7 +51,7 @@ def test_tiers_are_off_without_prefix_caching_and_for_cross_attention(
     args: dict[str, Any], tmp_path: Path
 ) -> None:
     tiers = {"kv_offloading_size": 2.0, "kv_offloading_dir": str(tmp_path)}
-    specs = [FULL] if args else [FULL, CacheSpec("cross_attention", numbers=8)]
+    specs = [FULL] if args else [FULL, CacheSpec("cross_attention", elements=8)]
     assert resolve_offloading(args | tiers, specs, GPU) == args | {"kv_offloading_size": 0.0}
     assert resolve_offloading(tiers, [FULL, None, STATE], GPU) == tiers
 

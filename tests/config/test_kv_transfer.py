@@ -13,7 +13,7 @@ from quire.config.sections import CacheSection, ParallelSection
 from quire.config.vllm_names import translate
 from quire.errors import ConfigError
 
-FULL, CROSSED = CacheSpec("full", numbers=8), CacheSpec("cross_attention", numbers=8)
+FULL, CROSSED = CacheSpec("full", elements=8), CacheSpec("cross_attention", elements=8)
 CPU, GPU = (Machine(device, device, 1, 1 << 34, 1 << 34, 4) for device in ("cpu", "cuda"))
 PARALLEL = ParallelSection(cpu_threads=1, device="cpu", distributed_executor_backend="uni")
 

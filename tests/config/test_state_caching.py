@@ -8,7 +8,7 @@ from quire.checkpoint.layout import CacheSpec
 from quire.config.state_caching import resolve_state_caching
 from quire.errors import ConfigError
 
-STATE, FULL = CacheSpec("state", bytes_per_row=64), CacheSpec("full", numbers=8)
+STATE, FULL = CacheSpec("state", bytes_per_row=64), CacheSpec("full", elements=8)
 HYBRID, ALONE = (STATE, FULL, None), (STATE, STATE)
 
 
@@ -61,7 +61,7 @@ def test_contradictions_are_refused(args: dict[str, Any], words: str) -> None:
 
 
 def test_models_without_states_ignore_the_settings(warnings: list[str]) -> None:
-    windows = (FULL, CacheSpec("window", numbers=8, window=8))
+    windows = (FULL, CacheSpec("window", elements=8, window=8))
     args = {"mamba_cache_mode": "align", "mamba_block_size": 8, "prefix_cache_retention_interval": 8}
     assert resolve_state_caching(args | {"enable_prefix_caching": True}, windows, 16) == {
         "enable_prefix_caching": True

@@ -80,7 +80,7 @@ def fill_with_nan(model: Any) -> None:
     """Give the model a new cache of 64 blocks full of NaN."""
     for layer in caching_layers(model.modules()):
         keeps = layer.cache_spec
-        shape = (64 * BLOCK_SIZE * keeps.planes * keeps.numbers,)
+        shape = (64 * BLOCK_SIZE * keeps.planes * keeps.elements,)
         if not keeps.is_paged:
             shape = (MAX_ROWS + 1, keeps.row_bytes(4) // 4)
         memory = torch.full(shape, torch.nan).view(torch.uint8)

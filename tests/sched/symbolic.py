@@ -27,8 +27,8 @@ from quire.sched.spec import Drafting
 from quire.sched.state_cache import StateCache
 from quire.sched.targets import Targets
 
-FULL, LATENT = CacheSpec("full", numbers=8), CacheSpec("latent", planes=1, numbers=16)
-NARROW, WIDE = (CacheSpec("window", numbers=8, window=window) for window in (6, 13))
+FULL, LATENT = CacheSpec("full", elements=8), CacheSpec("latent", planes=1, elements=16)
+NARROW, WIDE = (CacheSpec("window", elements=8, window=window) for window in (6, 13))
 STATE = CacheSpec("state", bytes_per_row=64)
 LAYOUTS: dict[str, CacheLayout] = {
     name: layout(specs, 4096)

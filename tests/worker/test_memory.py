@@ -68,8 +68,8 @@ class FakeLayer:
         self.memory, self.group = memory, group
 
 
-FULL, NARROW = CacheSpec("full", numbers=8), CacheSpec("window", numbers=8, window=5)
-LATENT, STATE = CacheSpec("latent", planes=1, numbers=24), CacheSpec("state", bytes_per_row=48)
+FULL, NARROW = CacheSpec("full", elements=8), CacheSpec("window", elements=8, window=5)
+LATENT, STATE = CacheSpec("latent", planes=1, elements=24), CacheSpec("state", bytes_per_row=48)
 BLOCKS, PAGE = 10, 4 * 2 * 8 * 2
 
 

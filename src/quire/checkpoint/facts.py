@@ -83,10 +83,10 @@ class LayerFacts:
     tokens that the nearest earlier indexer selected. Only models with indexers use this field."""
     sparsity: float = 0.0
     """Approximate fraction of feed-forward gates that are set to 0 (Gemma 3n)."""
-    block: int = -1
+    shared_block: int = -1
     """Zamba2: index of the first layer that uses the same shared block of attention and feed-forward weights;
     -1: this layer uses no shared block."""
-    use: int = 0
+    shared_block_use: int = 0
     """Zamba2: number of earlier layers that use any shared block; tensor names of this layer's low-rank
     weights contain this number."""
     residual_scales: tuple[float, ...] = ()
@@ -126,7 +126,7 @@ class MoeFacts:
     routing: Routing
     num_identity_experts: int = 0
     """Number of additional experts that return their input (LongCat-Flash)."""
-    spread: float = 0.0
+    sparsemixer_threshold: float = 0.0
     """SparseMixer (Phi-3.5-MoE) threshold: a logit is masked if its distance to the maximum is more than this
     fraction of max(|logit|, maximum)."""
     choice_bias: bool = False

@@ -22,9 +22,9 @@ SCALE_BYTES = 4
 """Bytes of the float32 scale behind each head of an int8 cache."""
 ROW_KINDS = ("state", "cross_attention")
 """Values of `CacheSpec.kind` for caches with a fixed size per row (running request)."""
-MARK_BYTES = 4
-"""Bytes per running request of the state of a layer whose cache is in transformers. The state is not used,
-but without it the layer would have no cache spec."""
+_PLACEHOLDER_BYTES = 4
+"""Bytes per running request of the unused placeholder state of a layer whose cache is in transformers; such a
+layer has no pages."""
 CROSS_BLOCK_SIZE = 16
 """Block size of cross-attention states; the number of states is rounded up to a multiple of this size."""
 
@@ -38,7 +38,7 @@ class CacheSpec:
     row"""
     planes: int = 2
     """Number of tensors of the layer's pages: two for keys and values, one for MLA latents."""
-    numbers: int = 0
+    elements: int = 0
     """Elements per token and plane; for `cross_attention` per row."""
     window: int | None = None
     """Sliding window in tokens, the token itself included; None: full attention."""
@@ -48,10 +48,10 @@ class CacheSpec:
     """KV heads per token and plane; 0 for caches without heads."""
 
     def stored_as(self, kv_dtype: str) -> "CacheSpec":
-        """Return the spec for a KV cache dtype. For int8, the elements in `numbers` include the scales of all
+        """Return the spec for a KV cache dtype. For int8, the `elements` include the scales of all
         heads."""
         scales = SCALE_BYTES * self.heads if kv_dtype == INT8_CACHE else 0
-        return replace(self, numbers=self.numbers + scales)
+        return replace(self, elements=self.elements + scales)
 
     @property
     def is_paged(self) -> bool:
@@ -60,7 +60,7 @@ class CacheSpec:
     def row_bytes(self, bytes_per_number: int, num_states: int = 1) -> int:
         """Return the bytes of one row outside of pages: `num_states` SSM states, or cross-attention
         states."""
-        cross_bytes = self.planes * self.numbers * bytes_per_number if self.kind == "cross_attention" else 0
+        cross_bytes = self.planes * self.elements * bytes_per_number if self.kind == "cross_attention" else 0
         return num_states * self.bytes_per_row + cross_bytes
 
     @property
@@ -75,7 +75,7 @@ class CacheSpec:
     def page(self) -> tuple[int, int]:
         """Return the page size as (planes, elements per token and plane). Layers with equal page sizes can
         share memory."""
-        return self.planes, self.numbers
+        return self.planes, self.elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ class CacheLayout:
         group have the same page size."""
         if not self.largest or not group.layers:
             return 1
-        _, numbers = self._page(group.layers[0])
-        return self.largest // numbers
+        _, elements = self._page(group.layers[0])
+        return self.largest // elements
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -252,8 +252,8 @@ def _layout_of_pages(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLa
     groups.insert(0, CacheGroup(None, tuple(sorted({*first, *odd}))))
     grouped = CacheLayout(whole.specs, tuple(groups))
     grouped = grouped if _count_elements(grouped, max_len) <= _count_elements(whole, max_len) else whole
-    largest = max(spec.numbers for spec in paged.values())
-    if any(spec.planes != 2 or largest % spec.numbers for spec in paged.values()):
+    largest = max(spec.elements for spec in paged.values())
+    if any(spec.planes != 2 or largest % spec.elements for spec in paged.values()):
         return grouped
     side_by_side = CacheLayout(whole.specs, tuple(_group_layers(paged, max_len, largest)), largest)
     limit = _MAX_SHARED_FRACTION * _count_elements(grouped, max_len)
@@ -266,7 +266,7 @@ def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0
     alike: dict[tuple[int | None, int], list[int]] = {}
     for layer, spec in paged.items():
         window = None if spec.window is None or spec.window >= max_len else spec.window
-        alike.setdefault((window, spec.numbers), []).append(layer)
+        alike.setdefault((window, spec.elements), []).append(layer)
     in_slab = {key: largest // key[1] if largest else 1 for key in alike}
     counts = [-(-len(layers) // in_slab[key]) for key, layers in alike.items()]
     size = max(counts) if max(counts) < _MAX_WASTE * min(counts) else min(counts)
@@ -280,10 +280,10 @@ def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0
 def _find_odd_layers(paged: Mapping[int, CacheSpec]) -> set[int]:
     """Return the layers whose page size is not the main one, which has the most elements per token over all
     layers."""
-    numbers = Counter[tuple[int, int]]()
+    elements = Counter[tuple[int, int]]()
     for spec in paged.values():
-        numbers[spec.page] += spec.planes * spec.numbers
-    return {layer for layer, spec in paged.items() if spec.page != numbers.most_common(1)[0][0]}
+        elements[spec.page] += spec.planes * spec.elements
+    return {layer for layer, spec in paged.items() if spec.page != elements.most_common(1)[0][0]}
 
 
 def _count_elements(layout: CacheLayout, num_tokens: int) -> int:
@@ -306,23 +306,23 @@ def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
     )
 
 
-def cross_attention_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
+def cross_attention_spec(num_layers: int, num_vectors: int, elements: int) -> CacheSpec:
     """Return the cache spec of cross-attention states: `num_vectors` (rounded up to whole blocks) keys and
-    values of `numbers` elements in each layer."""
+    values of size `elements` in each layer."""
     rounded = -(-num_vectors // CROSS_BLOCK_SIZE) * CROSS_BLOCK_SIZE
-    return CacheSpec("cross_attention", numbers=num_layers * rounded * numbers)
+    return CacheSpec("cross_attention", elements=num_layers * rounded * elements)
 
 
 def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
     if layer.mixer == "none" or layer.kv_sharing_target is not None:
         return None
     if layer.mixer == "transformers":
-        return CacheSpec("state", bytes_per_row=MARK_BYTES)
+        return CacheSpec("state", bytes_per_row=_PLACEHOLDER_BYTES)
     if layer.mixer == "latent":
         assert facts.mla is not None
         index_dim = facts.mla.index.dim if facts.mla.index is not None and layer.has_indexer else 0
-        numbers = facts.mla.kv_latent + facts.mla.rope_dim + index_dim
-        return CacheSpec("latent", planes=1, numbers=numbers)
+        elements = facts.mla.kv_latent + facts.mla.rope_dim + index_dim
+        return CacheSpec("latent", planes=1, elements=elements)
     state_size = 0
     if layer.mixer != "attention":
         assert facts.state is not None
@@ -330,9 +330,9 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
     if "attention" not in layer.mixer:
         return CacheSpec("state", bytes_per_row=state_size)
     layer_facts = facts.of_layer(layer)
-    kind, numbers = "full" if layer.window is None else "window", layer_facts.kv_heads * layer_facts.head_dim
+    kind, elements = "full" if layer.window is None else "window", layer_facts.kv_heads * layer_facts.head_dim
     heads = layer_facts.kv_heads
-    return CacheSpec(kind, numbers=numbers, window=layer.window, bytes_per_row=state_size, heads=heads)
+    return CacheSpec(kind, elements=elements, window=layer.window, bytes_per_row=state_size, heads=heads)
 
 
 def state_bytes(state: StateFacts) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
 
 _UNGATED = {
     "ApertusForCausalLM",
@@ -123,11 +123,11 @@ def _zamba_layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     shared, hidden = facts.shared, facts.hidden
     assert shared is not None
     mixer, dense = _mamba(facts) + hidden, 0
-    if layer.block >= 0:
+    if layer.shared_block >= 0:
         queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
         adapters = 3 * (2 * hidden + queries) if shared.adapts_attention else 0
         mixer += hidden * hidden + shared.rank * (adapters + hidden + 2 * facts.intermediate)
-        if layer.use < shared.blocks:
+        if layer.shared_block_use < shared.blocks:
             mixer += hidden * (3 * queries + 4 * keys + 3)
             dense = 3 * hidden * facts.intermediate
     return LayerWeights(mixer, dense)
@@ -172,29 +172,30 @@ def _latent(facts: ArchFacts) -> int:
     return query + down + up + heads * mla.v_dim * facts.hidden
 
 
+def _state(facts: ArchFacts) -> StateFacts:
+    assert facts.state is not None, "an SSM layer needs StateFacts"
+    return facts.state
+
+
 def _mamba(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     inner, shared = state.heads * state.head_dim, 2 * state.groups * state.state
     return facts.hidden * (3 * inner + shared + state.heads) + (inner + shared) * (state.conv + 1)
 
 
 def _selective(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     made = state.rank + 2 * state.state
     return state.heads * (3 * facts.hidden + made + state.rank + state.state + state.conv + 3)
 
 
 def _conv(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     return state.heads * (4 * facts.hidden + state.conv)
 
 
 def _delta(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     values, keys = state.heads * state.head_dim, state.groups * state.state
     decays = keys if state.decays_channels else state.heads
     gates = facts.hidden * (values + decays)
@@ -204,8 +205,7 @@ def _delta(facts: ArchFacts) -> int:
 
 
 def _lightning(facts: ArchFacts) -> int:
-    state = facts.state
-    assert state is not None, "an SSM layer needs StateFacts"
+    state = _state(facts)
     return state.heads * state.head_dim * (5 * facts.hidden + 1)
 
 

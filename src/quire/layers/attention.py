@@ -96,7 +96,7 @@ class PagedAttention(LoadedModule):
         window = self.spec.window
         numbers = self.spec.kv_heads * self.spec.head_dim
         kind = "full" if window is None else "window"
-        return CacheSpec(kind, numbers=numbers, window=window, heads=self.spec.kv_heads)
+        return CacheSpec(kind, elements=numbers, window=window, heads=self.spec.kv_heads)
 
     def bind_memory(
         self,

@@ -84,11 +84,11 @@ class MLAAttention(nn.Module):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        return CacheSpec("latent", planes=1, numbers=self.spec.width + self.index_dim)
+        return CacheSpec("latent", planes=1, elements=self.spec.width + self.index_dim)
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
         numbers, width = memory.view(cache_dtype), self.spec.width
-        latents = len(numbers) // self.cache_spec.numbers * width
+        latents = len(numbers) // self.cache_spec.elements * width
         self.bind(numbers[:latents].view(-1, block_size, width), group)
         if self.index_dim:
             self.index_keys = numbers[latents:].view(-1, block_size, self.index_dim)

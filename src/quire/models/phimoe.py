@@ -17,7 +17,7 @@ class SparseMixer(ExpertRouter):
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
         super().__init__(hidden, moe, scope)
-        self.jitter = moe.spread
+        self.jitter = moe.sparsemixer_threshold
 
     def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
         logits = self.multiply(x, batch).float()

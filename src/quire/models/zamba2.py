@@ -72,12 +72,12 @@ class SharedBlockUse(nn.Module):
         if facts.shared.adapts_attention:
             q = divided(group, facts.heads * facts.head_dim)
             kv = of_heads(group, facts.kv_heads, facts.head_dim)
-            names = [f"{shared.name}.linear_{part}_adapter_list.{layer.use}" for part in "qkv"]
+            names = [f"{shared.name}.linear_{part}_adapter_list.{layer.shared_block_use}" for part in "qkv"]
             runs: list[Runs] = [(q,), (kv,), (kv,)]
             parts = dict(zip(names, runs, strict=True))
             self.more_qkv = SharedLayerLoRA(2 * facts.hidden, rank, parts, shared)
         shared, inner = block.scope / "feed_forward", divided(group, facts.intermediate)
-        parts = {f"{shared.name}.gate_up_proj_adapter_list.{layer.use}": (inner, inner)}
+        parts = {f"{shared.name}.gate_up_proj_adapter_list.{layer.shared_block_use}": (inner, inner)}
         self.more_gate_up = SharedLayerLoRA(facts.hidden, rank, parts, shared)
         self.linear = WholeLinear(facts.hidden, facts.hidden, scope / "linear")
 
@@ -112,8 +112,8 @@ class Layer(nn.Module):
         assert facts.state is not None
         self.ops, inner = scope.ops, scope
         self.use: SharedBlockUse | None = None
-        if layer.block >= 0:
-            self.use = SharedBlockUse(facts, layer, rope, blocks(layer.block), scope)
+        if layer.shared_block >= 0:
+            self.use = SharedBlockUse(facts, layer, rope, blocks(layer.shared_block), scope)
             inner = scope / "mamba_decoder"
         self.norm = norm_of(facts, inner / "input_layernorm")
         self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, inner / "mamba")

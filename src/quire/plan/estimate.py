@@ -180,7 +180,7 @@ def kv_bytes_per_token(checkpoint: Checkpoint, kv_dtype: str) -> dict[str, tuple
 
 
 def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
-    return spec.bytes_per_row or spec.planes * spec.stored_as(kv_dtype).numbers * DTYPE_BYTES[kv_dtype]
+    return spec.bytes_per_row or spec.planes * spec.stored_as(kv_dtype).elements * DTYPE_BYTES[kv_dtype]
 
 
 def fits(

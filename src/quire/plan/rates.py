@@ -154,7 +154,7 @@ def _cache_bytes(fit: MemoryFit, context: int) -> int:
     requested, layers = fit.config.cache.kv_cache_dtype, cache_specs(fit.config.checkpoint.facts)
     specs = [spec.stored_as(requested) for spec in layers if spec is not None]
     paged = [spec for spec in specs if spec.is_paged]
-    num_values = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in paged)
+    num_values = (min(context, spec.window or context) * spec.planes * spec.elements for spec in paged)
     return dtype_bytes * sum(num_values) + sum(spec.row_bytes(dtype_bytes) for spec in specs)
 
 

@@ -52,10 +52,6 @@ class SourceModel:
                 self.shapes |= dict.fromkeys(names, tuple(shape[1:]))
                 self._whole |= dict.fromkeys(names, name)
 
-    @property
-    def num_tensors(self) -> int:
-        return len(self.shapes)
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors one by one: tensors of a GGUF file in float32, other tensors as stored."""
         loaded: tuple[str, Tensor] | None = None

@@ -8,6 +8,8 @@ from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import longest, max_len_of, read_rope
 from quire.errors import ConfigError
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Layer types in config.json."""
 Windows = tuple[int | None, ...]
 """Sliding window of each layer in tokens; None: full attention."""
 _ACTIVATIONS = {
@@ -127,11 +129,40 @@ def layer_kinds(keys: ConfigReader, *known: str, default: list[str] | None = Non
     return kinds
 
 
+def full_every(
+    keys: ConfigReader, every: int, *, first: int | None = None, other: str = SLIDING
+) -> list[str]:
+    """Return the type of each layer: full attention for one of `every` layers (the last one, or from index
+    `first` on), and `other` for the rest."""
+    at = every - 1 if first is None else first
+    return [FULL if layer % every == at else other for layer in range(keys.size("num_hidden_layers"))]
+
+
+def head_dim_of(keys: ConfigReader) -> int:
+    return keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+
+
+def kv_sharing_targets(keys: ConfigReader, key: str, kinds: Sequence[Any], shared: int) -> list[int | None]:
+    """Return for each layer the index of the layer whose KV cache it uses; None: the layer has its own. The
+    last `shared` layers use the KV cache of the last earlier layer of their type."""
+    first = max(len(kinds) - shared, 0)
+    last = {kind: at for at, kind in enumerate(kinds[:first])}
+    if not {*kinds[first:]} <= last.keys():
+        raise keys.wrong(key, "a number that leaves a layer of each kind in front")
+    return [None] * first + [last[kind] for kind in kinds[first:]]
+
+
+def unused_kv_pattern(targets: Sequence[int | None]) -> str:
+    """Return a regular expression for the key and value weights of layers that use another KV cache."""
+    numbers = "|".join(str(at) for at, target in enumerate(targets) if target is not None) or "none"
+    return rf"layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
+
+
 def windows_by_kind(keys: ConfigReader, window: int | None, default: list[str] | None = None) -> Windows:
     """Return the sliding window of each layer: `window` for layers of the type sliding_attention, None for
     others."""
-    kinds = layer_kinds(keys, "full_attention", "sliding_attention", default=default)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    kinds = layer_kinds(keys, FULL, SLIDING, default=default)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def ropes_by_kind(keys: ConfigReader, head_dim: int, *kinds: str) -> dict[str, RopeFacts]:

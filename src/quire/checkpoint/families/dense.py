@@ -6,9 +6,13 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.families.decoder import (
+    FULL,
     LAYER_NORM,
+    SLIDING,
     Windows,
     decoder,
+    full_every,
+    head_dim_of,
     layer_kinds,
     ropes_by_kind,
     same_window,
@@ -17,8 +21,6 @@ from quire.checkpoint.families.decoder import (
 )
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
-
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def llama(keys: ConfigReader) -> ArchFacts:
@@ -113,7 +115,7 @@ def hunyuan(keys: ConfigReader) -> ArchFacts:
     length."""
     keys.require("use_qk_norm", True)
     keys.require("use_cla", False)
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = head_dim_of(keys)
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name)
         if isinstance(block, dict) and block.get("alpha"):
@@ -140,8 +142,7 @@ def granite_swa(keys: ConfigReader) -> ArchFacts:
     """Read Granite with sliding windows: three window layers per full-attention layer. Each layer may have
     its own rope base, or no rotary embedding."""
     num_layers = keys.size("num_hidden_layers")
-    default = [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
-    windows = windows_by_kind(keys, sliding_window(keys, 128), default=default)
+    windows = windows_by_kind(keys, sliding_window(keys, 128), default=full_every(keys, 4, first=0))
     facts = granite(keys)
     bases = keys.get("layer_rope_theta")
     if bases is None:
@@ -210,9 +211,9 @@ def olmo3(keys: ConfigReader) -> ArchFacts:
     """Read OLMo 3: three window layers per full-attention layer; only full-attention layers have rope
     scaling."""
     keys = keys.defaults(rope_theta=500000.0)
-    pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
+    pattern = full_every(keys, 4)
     kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = head_dim_of(keys)
     ropes = ropes_by_kind(keys, head_dim, SLIDING, FULL)
     if keys.get("rope_parameters") is None:
         ropes[SLIDING] = ropes_by_kind(keys.but(rope_scaling=None), head_dim, SLIDING)[SLIDING]
@@ -223,11 +224,9 @@ def olmo3(keys: ConfigReader) -> ArchFacts:
 
 def exaone4(keys: ConfigReader) -> ArchFacts:
     """Read EXAONE 4: in models with window layers, only these layers have rotary embedding."""
-    window, num_layers = sliding_window(keys), keys.size("num_hidden_layers")
-    kinds = [FULL] * num_layers
+    window, kinds = sliding_window(keys), full_every(keys, 1)
     if window is not None and keys.get("layer_types") is None:
-        interval = keys.size("sliding_window_pattern", 4)
-        kinds = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
+        kinds = full_every(keys, keys.size("sliding_window_pattern", 4))
     windows = windows_by_kind(keys, window, default=kinds)
     return decoder(
         keys.defaults(rms_norm_eps=1e-5),
@@ -254,8 +253,7 @@ def cohere2(keys: ConfigReader) -> ArchFacts:
     """Read Cohere 2: three window layers per full-attention layer; only window layers have rotary
     embedding."""
     keys = keys.defaults(rope_theta=10000.0)
-    interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
-    pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    pattern = full_every(keys, keys.size("sliding_window_pattern", 4))
     windows = windows_by_kind(keys, sliding_window(keys), default=pattern)
     return cohere(keys, windows=windows, rotates=[window is not None for window in windows])
 
@@ -288,8 +286,7 @@ def jais2(keys: ConfigReader) -> ArchFacts:
 
 def cwm(keys: ConfigReader) -> ArchFacts:
     """Read CWM: three window layers per full-attention layer."""
-    pattern = [SLIDING if layer % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
-    windows = windows_by_kind(keys, sliding_window(keys, 8192), default=pattern)
+    windows = windows_by_kind(keys, sliding_window(keys, 8192), default=full_every(keys, 4, first=0))
     keys = keys.defaults(rope_theta=1e6, rms_norm_eps=1e-5)
     return decoder(keys, head_dim=128, windows=windows, mlp_bias=keys.flag("mlp_bias"))
 

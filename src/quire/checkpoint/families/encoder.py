@@ -5,7 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, EncoderFacts, LayerFacts, RopeFacts
-from quire.checkpoint.families.decoder import activation_of, layer_kinds, max_rope_len
+from quire.checkpoint.families.decoder import (
+    FULL,
+    SLIDING,
+    activation_of,
+    full_every,
+    layer_kinds,
+    max_rope_len,
+)
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 from quire.errors import ConfigError
@@ -76,18 +83,15 @@ def _bert(keys: ConfigReader, prefix: str, first_position: int = 0, padding: int
 
 def modernbert(keys: ConfigReader) -> ArchFacts:
     """Read ModernBERT: most layers have a sliding window and another rope base."""
-    every = keys.size("global_attn_every_n_layers", 3)
-    kinds = ("full_attention", "sliding_attention")
-    named = layer_kinds(
-        keys, *kinds, default=[kinds[bool(i % every)] for i in range(keys.size("num_hidden_layers"))]
-    )
+    default = full_every(keys, keys.size("global_attn_every_n_layers", 3), first=0)
+    named = layer_kinds(keys, FULL, SLIDING, default=default)
     window = keys.size("local_attention", 128) // 2
     head_dim = _head_dim(keys)
     ropes = {
-        "full_attention": read_rope(_rope_keys(keys, "full_attention", "global", 160_000.0), head_dim),
-        "sliding_attention": read_rope(_rope_keys(keys, "sliding_attention", "local", 10_000.0), head_dim),
+        FULL: read_rope(_rope_keys(keys, FULL, "global", 160_000.0), head_dim),
+        SLIDING: read_rope(_rope_keys(keys, SLIDING, "local", 10_000.0), head_dim),
     }
-    layers = tuple(LayerFacts(ropes[kind], window if kind == "sliding_attention" else None) for kind in named)
+    layers = tuple(LayerFacts(ropes[kind], window if kind == SLIDING else None) for kind in named)
     return _encoder(
         keys,
         layers=layers,

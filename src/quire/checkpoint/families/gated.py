@@ -6,6 +6,7 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.checkpoint.families.decoder import (
     check_heads,
     decoder,
+    full_every,
     ropes_by_kind,
     sliding_window,
     windows_by_kind,
@@ -46,9 +47,8 @@ def flint(keys: ConfigReader) -> ArchFacts:
 
 def kolibri(keys: ConfigReader) -> ArchFacts:
     """Read Kolibri 1: Qwen 3's attention, rotary embedding in window layers only, sigmoid routing."""
-    count, window = keys.size("num_hidden_layers"), sliding_window(keys, 513)
-    default = ["sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(count)]
-    windows = windows_by_kind(keys, window, default=default)
+    window = sliding_window(keys, 513)
+    windows = windows_by_kind(keys, window, default=full_every(keys, 5))
     facts = decoder(
         keys,
         head_dim=128,
@@ -94,11 +94,15 @@ def laguna(keys: ConfigReader) -> ArchFacts:
     )
     for n in layer_heads:
         check_heads(keys.source, n, facts.kv_heads)
-    scale = keys.number("moe_routed_scaling_factor", 1.0)
-    moe = read_experts(keys, "moe_intermediate_size", True, scoring="sigmoid", names="laguna")
-    shared = keys.size("shared_expert_intermediate_size", 512)
-    moe = replace(
-        moe, routing=moe.routing._replace(scale=scale), choice_bias=True, shared_intermediate=shared
+    moe = read_experts(
+        keys,
+        "moe_intermediate_size",
+        True,
+        scoring="sigmoid",
+        scale=keys.number("moe_routed_scaling_factor", 1.0),
+        choice_bias=True,
+        shared_intermediate=keys.size("shared_expert_intermediate_size", 512),
+        names="laguna",
     )
     return add_experts(facts, moe, first_dense(keys, 1))
 

@@ -71,7 +71,7 @@ def llama(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     if optional_size(arch, "expert_count") is None:
         return facts
     names = "apart" if "blk.0.ffn_gate_exps.weight" in file.tensors else "mlp"
-    return add_experts(facts, read_experts(arch, facts.intermediate, names=names))
+    return add_experts(facts, read_gguf_experts(arch, facts.intermediate, names=names))
 
 
 def smollm3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -80,14 +80,16 @@ def smollm3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def granite(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return gguf_decoder(
-        file,
-        arch,
-        embed_scale=arch.number("embedding_scale", 1.0),
-        residual_scale=arch.number("residual_scale", 1.0),
-        attention_scale=arch.optional_number("attention.scale"),
-        logit_scale=1 / arch.number("logit_scale", 1.0),
-    )
+    return gguf_decoder(file, arch, **granite_scales(arch))
+
+
+def granite_scales(arch: ConfigReader) -> dict[str, Any]:
+    return {
+        "embed_scale": arch.number("embedding_scale", 1.0),
+        "residual_scale": arch.number("residual_scale", 1.0),
+        "attention_scale": arch.optional_number("attention.scale"),
+        "logit_scale": 1 / arch.number("logit_scale", 1.0),
+    }
 
 
 def phi3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -102,8 +104,7 @@ def olmo2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def cohere(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
-    if "blk.0.attn_q_norm.weight" in file.tensors:
-        raise ConfigError(f"{file.path}: norms of queries and keys (attn_q_norm) are not supported")
+    _check_no_qk_norm(file)
     return gguf_decoder(
         file,
         arch,
@@ -113,6 +114,11 @@ def cohere(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
         logit_scale=arch.number("logit_scale", 1.0),
         **facts,
     )
+
+
+def _check_no_qk_norm(file: GGUFFile) -> None:
+    if "blk.0.attn_q_norm.weight" in file.tensors:
+        raise ConfigError(f"{file.path}: norms of queries and keys (attn_q_norm) are not supported")
 
 
 def cohere2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -158,8 +164,7 @@ def gpt2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def stablelm(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    if "blk.0.attn_q_norm.weight" in file.tensors:
-        raise ConfigError(f"{file.path}: norms of queries and keys (attn_q_norm) are not supported")
+    _check_no_qk_norm(file)
     norms = int(arch.flag("use_parallel_residual"))
     return layer_norm_decoder(file, arch, activation="silu", parallel_norms=norms)
 
@@ -216,13 +221,13 @@ def dbrx(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         norm_eps=arch.number("attention.layer_norm_epsilon"),
         qkv_clip=arch.optional_number("attention.clamp_kqv"),
     )
-    return add_experts(facts, read_experts(arch, facts.intermediate))
+    return add_experts(facts, read_gguf_experts(arch, facts.intermediate))
 
 
 def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read GLM-4 MoE and dots.llm1; the MTP layers after the last layer are not used."""
     layers, unused = layers_without_mtp(arch)
-    moe = deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True))
+    moe = read_gguf_deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True))
     facts = gguf_decoder(
         file,
         arch,
@@ -230,13 +235,13 @@ def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         qk_norm="head" if "blk.0.attn_q_norm.weight" in file.tensors else "",
         unused=unused,
     )
-    return add_experts(facts, moe, set(range(optional_size(arch, "leading_dense_block_count") or 0, layers)))
+    return add_experts(facts, moe, set(range(arch.count("leading_dense_block_count"), layers)))
 
 
 def layers_without_mtp(arch: ConfigReader) -> tuple[int, str]:
     """Return the number of layers before the MTP layers, and a regular expression for the names of MTP
     tensors."""
-    num_mtp, count = optional_size(arch, "nextn_predict_layers") or 0, arch.size("block_count")
+    num_mtp, count = arch.count("nextn_predict_layers"), arch.size("block_count")
     layers = count - num_mtp
     if layers < 1:
         raise arch.wrong("nextn_predict_layers", f"fewer than the block_count {count}")
@@ -244,26 +249,25 @@ def layers_without_mtp(arch: ConfigReader) -> tuple[int, str]:
     return layers, rf"\b(layers|blk)\.({numbers})\." if num_mtp else ""
 
 
-def deepseek_experts(arch: ConfigReader, scoring: str, *, renormalized: bool) -> MoeFacts:
+def read_gguf_deepseek_experts(arch: ConfigReader, scoring: str, *, renormalized: bool) -> MoeFacts:
     """Read the routed and shared experts of DeepSeek and derived models."""
     inner, balanced = arch.size("expert_feed_forward_length"), scoring == "sigmoid"
-    routing = Routing(
-        arch.size("expert_used_count"),
-        scoring,
-        renormalized,
-        arch.number("expert_weights_scale", 1.0),
+    moe = read_gguf_experts(
+        arch,
+        inner,
+        scoring=scoring,
+        renormalized=renormalized,
+        choice_bias=balanced,
+        shared_intermediate=inner * arch.count("expert_shared_count"),
+        names="apart_deepseek",
+    )
+    routing = moe.routing._replace(
+        scale=arch.number("expert_weights_scale", 1.0),
         num_groups=arch.size("expert_group_count", 1),
         top_groups=arch.size("expert_group_used_count", 1),
         group_best=2 if balanced else 1,
     )
-    return MoeFacts(
-        arch.size("expert_count"),
-        inner,
-        routing,
-        choice_bias=balanced,
-        shared_intermediate=inner * (optional_size(arch, "expert_shared_count") or 0),
-        names="apart_deepseek",
-    )
+    return replace(moe, routing=routing)
 
 
 _GATING = {1: "softmax", 2: "sigmoid"}
@@ -307,13 +311,13 @@ def deepseek2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     scoring = _GATING.get(arch.size("expert_gating_func", 1))
     if scoring is None:
         raise arch.wrong("expert_gating_func", "1 (softmax) or 2 (sigmoid)")
-    moe = deepseek_experts(arch, scoring, renormalized=arch.flag("expert_weights_norm"))
-    return add_experts(facts, moe, set(range(optional_size(arch, "leading_dense_block_count") or 0, layers)))
+    moe = read_gguf_deepseek_experts(arch, scoring, renormalized=arch.flag("expert_weights_norm"))
+    return add_experts(facts, moe, set(range(arch.count("leading_dense_block_count"), layers)))
 
 
 def minimax_m2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     inner = _expert_width(arch)
-    moe = read_experts(arch, inner, scoring="sigmoid", choice_bias=True)
+    moe = read_gguf_experts(arch, inner, scoring="sigmoid", choice_bias=True)
     return add_experts(gguf_decoder(file, arch, qk_norm="all", intermediate=inner), moe)
 
 
@@ -324,26 +328,26 @@ def _rotated_layers(arch: ConfigReader) -> list[bool]:
 def qwen2moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     inner, whole = _expert_width(arch), arch.size("feed_forward_length")
     shared = arch.size("expert_shared_feed_forward_length", whole)
-    moe = read_experts(arch, inner, renormalized=False, shared_intermediate=shared, shared_gate=True)
+    moe = read_gguf_experts(arch, inner, renormalized=False, shared_intermediate=shared, shared_gate=True)
     return add_experts(gguf_decoder(file, arch, intermediate=max(inner, shared)), moe)
 
 
 def qwen3moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     inner = _expert_width(arch)
     facts = gguf_decoder(file, arch, qk_norm="head", intermediate=inner)
-    return add_experts(facts, read_experts(arch, inner))
+    return add_experts(facts, read_gguf_experts(arch, inner))
 
 
 def olmoe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     facts = gguf_decoder(file, arch, qk_norm="all")
-    return add_experts(facts, read_experts(arch, facts.intermediate, renormalized=False))
+    return add_experts(facts, read_gguf_experts(arch, facts.intermediate, renormalized=False))
 
 
 def granitemoe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Granite MoE, with or without a shared expert."""
     facts = granite(file, arch)
-    shared = arch.get("expert_shared_feed_forward_length") or 0
-    return add_experts(facts, read_experts(arch, facts.intermediate, shared_intermediate=shared))
+    shared = arch.count("expert_shared_feed_forward_length")
+    return add_experts(facts, read_gguf_experts(arch, facts.intermediate, shared_intermediate=shared))
 
 
 def _expert_width(arch: ConfigReader) -> int:
@@ -355,7 +359,7 @@ def _expert_width(arch: ConfigReader) -> int:
     return arch.size("expert_feed_forward_length")
 
 
-def read_experts(
+def read_gguf_experts(
     arch: ConfigReader, inner: int, *, scoring: str = "softmax", renormalized: bool = True, **facts: Any
 ) -> MoeFacts:
     """Read experts of intermediate size `inner`; unless `facts` have other `names`, each matrix is stored as
@@ -377,7 +381,7 @@ def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         intermediate=inner,
         sinks=True,
     )
-    moe = read_experts(arch, inner, router_bias=True, expert_bias=True, activation="clamped_swiglu")
+    moe = read_gguf_experts(arch, inner, router_bias=True, expert_bias=True, activation="clamped_swiglu")
     return add_experts(facts, moe)
 
 

@@ -7,8 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts
-from quire.checkpoint.families.gguf import gguf_decoder, optional_size, per_layer, read_experts, read_windows
+from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts, RopeFacts
+from quire.checkpoint.families.decoder import Windows, kv_sharing_targets, unused_kv_pattern
+from quire.checkpoint.families.gguf import (
+    gguf_decoder,
+    optional_size,
+    per_layer,
+    read_gguf_experts,
+    read_windows,
+)
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import FALLBACK_MAX_LEN, read_gguf_rope
@@ -36,7 +43,7 @@ def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     scaled; the context length includes the scaling."""
     head_dim = arch.size("attention.key_length")
     rope = read_gguf_rope(file, arch, head_dim)
-    local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
+    local_rope = _local_rope(rope, arch)
     windows = read_windows(arch, every=6, window=optional_size(arch, "attention.sliding_window"))
     return gguf_decoder(
         file,
@@ -47,6 +54,12 @@ def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         max_len=arch.size("context_length", FALLBACK_MAX_LEN),
         **_gemma_facts(arch, largest=62),
     )
+
+
+def _local_rope(rope: RopeFacts, arch: ConfigReader) -> RopeFacts:
+    """Return the rope of window layers, which is not scaled."""
+    theta = arch.number("rope.freq_base_swa", 10000.0)
+    return replace(rope, kind="default", factor=1.0, factors=(), theta=theta)
 
 
 def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
@@ -62,9 +75,9 @@ def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
 def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Gemma 3n. The last layers share the KV cache of the last earlier layer of their type."""
     rope = read_gguf_rope(file, arch, arch.size("attention.key_length"))
-    local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
+    local_rope = _local_rope(rope, arch)
     windows = read_windows(arch, every=5, window=arch.size("attention.sliding_window"))
-    shared = _shared_from(arch, [window is None for window in windows])
+    shared = _kv_sharing_targets(arch, windows)
     stored = arch.get("activation_sparsity_scale")
     deviations = np.asarray([-math.inf] * len(windows) if stored is None else stored)
     if deviations.shape != (len(windows),) or deviations.dtype.kind != "f":
@@ -84,7 +97,7 @@ def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     per_token = _stored_shape(file, "per_layer_token_embd.weight")
     altup = AltUpFacts(
         inputs=arch.size("altup.num_inputs"),
-        active=optional_size(arch, "altup.active_idx") or 0,
+        active=arch.count("altup.active_idx"),
         is_scaled=True,
         rank=_stored_shape(file, "blk.0.laurel_l.weight")[0],
         per_layer=arch.size("embedding_length_per_layer_input"),
@@ -102,16 +115,9 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     # Large factors stand for frequencies that do not rotate.
     factors = tuple(math.inf if factor > 1e20 else factor for factor in rope.factors)
     rope = replace(rope, factors=factors)
-    local_rope = replace(
-        rope,
-        kind="default",
-        factors=(),
-        factor=1.0,
-        dim=arch.size("rope.dimension_count_swa", local_dim),
-        theta=arch.number("rope.freq_base_swa", 10000.0),
-    )
+    local_rope = _local_rope(replace(rope, dim=arch.size("rope.dimension_count_swa", local_dim)), arch)
     windows = read_windows(arch, every=6, window=arch.size("attention.sliding_window"))
-    shared = _shared_from(arch, [window is None for window in windows])
+    shared = _kv_sharing_targets(arch, windows)
     kv_heads, inner = per_layer(arch, "attention.head_count_kv"), per_layer(arch, "feed_forward_length")
     has_experts = "blk.0.ffn_gate_inp.weight" in file.tensors
     layers = tuple(
@@ -133,22 +139,16 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         altup = AltUpFacts(inputs=1, active=0, is_scaled=False, rank=0, per_layer=width, vocab=vocab)
     if has_experts:
         width = arch.size("expert_feed_forward_length")
-        moe = read_experts(arch, width, shared_intermediate=inner[0], names="apart_gemma4")
+        moe = read_gguf_experts(arch, width, shared_intermediate=inner[0], names="apart_gemma4")
     sizes = {"feed_forward_length": inner[0], "attention.head_count_kv": max(kv_heads)}
     local = {"attention.key_length": local_dim, "attention.value_length": local_dim}
     arch = arch.but(**sizes, **local)
     return gguf_decoder(file, arch, layers=layers, altup=altup, moe=moe, **_gemma3n_facts(arch, shared))
 
 
-def _shared_from(arch: ConfigReader, full: list[bool]) -> list[int | None]:
-    """Return for each layer the index of the earlier layer whose KV cache it uses; None: the layer has its
-    own KV cache. `full` is true for layers with full attention."""
-    num_shared = optional_size(arch, "attention.shared_kv_layers") or 0
-    first = len(full) - num_shared
-    last = {kind: max((at for at in range(max(first, 0)) if full[at] == kind), default=None) for kind in full}
-    if num_shared and any(last[kind] is None for kind in full[first:]):
-        raise arch.wrong("attention.shared_kv_layers", "a number that leaves a layer of each kind in front")
-    return [last[kind] if at >= first else None for at, kind in enumerate(full)]
+def _kv_sharing_targets(arch: ConfigReader, windows: Windows) -> list[int | None]:
+    key = "attention.shared_kv_layers"
+    return kv_sharing_targets(arch, key, windows, arch.count(key))
 
 
 def _stored_shape(file: GGUFFile, name: str) -> tuple[int, ...]:
@@ -161,7 +161,6 @@ def _stored_shape(file: GGUFFile, name: str) -> tuple[int, ...]:
 def _gemma3n_facts(arch: ConfigReader, shared: list[int | None]) -> dict[str, Any]:
     """Return fields of ArchFacts for Gemma 3n and later: norms of queries and keys, and unscaled attention.
     Layers that use the KV cache of another layer (`shared`) do not load their key and value weights."""
-    numbers = "|".join(str(at) for at, target in enumerate(shared) if target is not None) or "none"
     return {
         "activation": "gelu_tanh",
         "attention_scale": 1.0,
@@ -169,5 +168,5 @@ def _gemma3n_facts(arch: ConfigReader, shared: list[int | None]) -> dict[str, An
         "qk_norm": "head",
         "logit_softcap": arch.optional_number("final_logit_softcapping"),
         "max_len": arch.size("context_length", FALLBACK_MAX_LEN),
-        "unused": rf"layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\.",
+        "unused": unused_kv_pattern(shared),
     }

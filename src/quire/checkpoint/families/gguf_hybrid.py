@@ -6,15 +6,16 @@ from typing import Any
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, StateFacts
 from quire.checkpoint.families.gguf import (
     check_divides,
-    deepseek_experts,
     gguf_decoder,
-    granite,
+    granite_scales,
     has_any,
     layers_without_mtp,
     optional_size,
     per_layer,
-    read_experts,
+    read_gguf_deepseek_experts,
+    read_gguf_experts,
 )
+from quire.checkpoint.families.lfm import conv_state
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_gguf_rope
@@ -65,7 +66,7 @@ def _qwen_experts(arch: ConfigReader) -> MoeFacts | None:
     if optional_size(arch, "expert_count") is None:
         return None
     inner = arch.size("expert_feed_forward_length")
-    return read_experts(
+    return read_gguf_experts(
         arch,
         inner,
         renormalized=arch.flag("expert_weights_norm", True),
@@ -77,21 +78,13 @@ def _qwen_experts(arch: ConfigReader) -> MoeFacts | None:
 def lfm2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read LFM2: gated short convolutions, attention in layers with key/value heads, and in some models
     experts after the first layers."""
-    hidden, moe, dense = arch.size("embedding_length"), None, arch.size("block_count")
+    moe, dense = None, arch.size("block_count")
     if optional_size(arch, "expert_count") is not None:
         inner, bias = arch.size("expert_feed_forward_length"), has_any(file, ".exp_probs_b.bias")
-        moe = read_experts(arch, inner, scoring="sigmoid", choice_bias=bias)
-        dense = optional_size(arch, "leading_dense_block_count") or 0
+        moe = read_gguf_experts(arch, inner, scoring="sigmoid", choice_bias=bias)
+        dense = arch.count("leading_dense_block_count")
     biased = has_any(file, ".shortconv.in_proj.bias")
-    state = StateFacts(
-        heads=hidden,
-        head_dim=1,
-        state=0,
-        groups=0,
-        conv=arch.size("shortconv.l_cache"),
-        conv_bias=biased,
-        proj_bias=biased,
-    )
+    state = conv_state(arch.size("embedding_length"), arch.size("shortconv.l_cache"), biased)
     facts = _hybrid(file, arch, "conv", state, rotates=True, qk_norm="head")
     layers = tuple(replace(layer, moe=at >= dense) for at, layer in enumerate(facts.layers))
     return replace(facts, layers=layers, moe=moe)
@@ -132,23 +125,13 @@ def _mamba2(file: GGUFFile, arch: ConfigReader) -> StateFacts:
 
 def granitehybrid(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Granite 4 and Bamba: Mamba-2, and attention that mostly has no rotary embedding."""
-    scales = granite(file, arch.but(**{"attention.head_count_kv": arch.size("attention.head_count")}))
-    facts = _hybrid(
-        file,
-        arch,
-        "mamba",
-        _mamba2(file, arch),
-        rotates=arch.flag("rope.scaling.finetuned", True),
-        embed_scale=scales.embed_scale,
-        residual_scale=scales.residual_scale,
-        attention_scale=scales.attention_scale,
-        logit_scale=scales.logit_scale,
-    )
+    rotates = arch.flag("rope.scaling.finetuned", True)
+    facts = _hybrid(file, arch, "mamba", _mamba2(file, arch), rotates=rotates, **granite_scales(arch))
     if optional_size(arch, "expert_count") is None:
         stored = file.tensors.get("blk.0.ffn_up.weight")  # feed_forward_length may be that of another part
         return replace(facts, intermediate=stored.shape[0]) if stored else facts
-    shared = optional_size(arch, "expert_shared_feed_forward_length") or 0
-    moe = read_experts(arch, facts.intermediate, shared_intermediate=shared)
+    shared = arch.count("expert_shared_feed_forward_length")
+    moe = read_gguf_experts(arch, facts.intermediate, shared_intermediate=shared)
     return replace(facts, moe=moe, layers=tuple(replace(layer, moe=True) for layer in facts.layers))
 
 
@@ -160,9 +143,9 @@ def nemotron_h(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     moe = None
     if optional_size(arch, "expert_count") is not None:
         moe = replace(
-            deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True)),
+            read_gguf_deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True)),
             plain=True,
-            latent=optional_size(arch, "moe_latent_size") or 0,
+            latent=arch.count("moe_latent_size"),
             shared_intermediate=arch.size("expert_shared_feed_forward_length"),
             names="apart_nemotron_h",
         )

@@ -2,15 +2,28 @@
 
 from dataclasses import replace
 
-from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing, StateFacts
-from quire.checkpoint.families.decoder import decoder, layer_kinds, sliding_window
+from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts, StateFacts
+from quire.checkpoint.families.decoder import (
+    FULL,
+    decoder,
+    full_every,
+    head_dim_of,
+    layer_kinds,
+    sliding_window,
+)
 from quire.checkpoint.families.dense import olmo2
 from quire.checkpoint.families.mla import mla_decoder
-from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, mtp_pattern
+from quire.checkpoint.families.moe import (
+    add_experts,
+    deepseek_experts,
+    first_dense,
+    mtp_pattern,
+    read_experts,
+)
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
 _KIMI_KEYS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -33,21 +46,18 @@ _MINIMAX_KEYS = {
 def olmo_hybrid(keys: ConfigReader) -> ArchFacts:
     """Read OLMo Hybrid: the gated delta rule, and attention, mostly without rotary embedding, in every fourth
     layer."""
-    count, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
-    default = [_FULL if i % 4 == 3 else _LINEAR for i in range(count)]
-    if _FULL not in default:
-        default[-1] = _FULL
-    kinds, block = layer_kinds(keys, _LINEAR, _FULL, default=default), keys.get("rope_parameters")
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // heads)
+    heads, head_dim = keys.size("num_attention_heads"), head_dim_of(keys)
+    default = full_every(keys, 4, other=_LINEAR)
+    if FULL not in default:
+        default[-1] = FULL
+    kinds, block = layer_kinds(keys, _LINEAR, FULL, default=default), keys.get("rope_parameters")
     rotates = isinstance(block, dict) and block.get("rope_theta") is not None
     rope = read_rope(keys, head_dim) if rotates else None
     key_heads = keys.size("linear_num_key_heads", heads)
     key_dim = keys.size("linear_key_head_dim", 3 * keys.size("hidden_size") // (4 * key_heads))
     facts = olmo2(
         keys.defaults(rms_norm_eps=1e-6),
-        layers=tuple(
-            LayerFacts(rope) if kind == _FULL else LayerFacts(None, mixer="delta") for kind in kinds
-        ),
+        layers=tuple(LayerFacts(rope) if kind == FULL else LayerFacts(None, mixer="delta") for kind in kinds),
         state=StateFacts(
             heads=keys.size("linear_num_value_heads", heads),
             head_dim=keys.size("linear_value_head_dim", 2 * key_dim),
@@ -74,8 +84,8 @@ def kimi_linear(keys: ConfigReader) -> ArchFacts:
     if keys.get("layer_types") is None:
         full = [layer - 1 for layer in linear.integers("full_attn_layers")]
         full = full if linear.get("full_attn_layers") is not None else list(range(4, count, 4))
-        default = [_FULL if i in full else _LINEAR for i in range(count)]
-    kinds = layer_kinds(keys, _LINEAR, _FULL, default=default)
+        default = [FULL if i in full else _LINEAR for i in range(count)]
+    kinds = layer_kinds(keys, _LINEAR, FULL, default=default)
     dim = linear.size("head_dim", keys.size("linear_head_dim", 128))
     heads = linear.size("num_heads", keys.size("linear_num_heads", 32))
     conv = linear.size("short_conv_kernel_size", keys.size("linear_conv_kernel_dim", 4))
@@ -101,9 +111,8 @@ def ling3(keys: ConfigReader) -> ArchFacts:
     layer, DeepSeek's experts."""
     sizes = {"num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
     keys = keys.renamed(_KIMI_KEYS).defaults(routed_scaling_factor=2.5, rope_theta=6e6, **sizes)
-    count, every = keys.size("num_hidden_layers"), keys.size("layer_group_size", 6)
-    default = [_LINEAR if (i + 1) % every else _FULL for i in range(count)]
-    kinds = layer_kinds(keys, _LINEAR, _FULL, default=default)
+    default = full_every(keys, keys.size("layer_group_size", 6), other=_LINEAR)
+    kinds = layer_kinds(keys, _LINEAR, FULL, default=default)
     heads, dim = keys.size("num_attention_heads"), keys.size("linear_head_dim", keys.size("head_dim", 128))
     bound = keys.values.get("kda_lower_bound", -5.0)
     if not isinstance(bound, int | float) or bound >= 0:
@@ -128,7 +137,7 @@ def _mixed(facts: ArchFacts, kinds: list[str], state: StateFacts) -> ArchFacts:
     """Return the facts with the delta rule as mixer of all layers with the type linear_attention in
     `kinds`."""
     layers = (
-        layer if kind == _FULL else replace(layer, rope=None, mixer="delta")
+        layer if kind == FULL else replace(layer, rope=None, mixer="delta")
         for layer, kind in zip(facts.layers, kinds, strict=True)
     )
     return replace(facts, layers=tuple(layers), state=state)
@@ -140,22 +149,20 @@ def minimax(keys: ConfigReader) -> ArchFacts:
     keys.require("postnorm", True)
     keys.require("shared_intermediate_size", 0)
     count, types = keys.size("num_hidden_layers"), keys.integers("attn_type_list")
-    default = [_FULL if kind else _LINEAR for kind in types] or [
-        (_FULL, _LINEAR)[i % 2] for i in range(count)
-    ]
-    kinds = layer_kinds(keys, _LINEAR, _FULL, default=default)
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    default = [FULL if kind else _LINEAR for kind in types] or full_every(keys, 2, first=0, other=_LINEAR)
+    kinds = layer_kinds(keys, _LINEAR, FULL, default=default)
+    head_dim = head_dim_of(keys)
     if keys.get("rotary_dim") is not None:
         keys = keys.defaults(partial_rotary_factor=keys.size("rotary_dim") / head_dim)
     window, rope = sliding_window(keys, None), read_rope(keys, head_dim)
     scales = {
-        kind: _read_scales(keys, name) for kind, name in ((_FULL, "full_attn"), (_LINEAR, "linear_attn"))
+        kind: _read_scales(keys, name) for kind, name in ((FULL, "full_attn"), (_LINEAR, "linear_attn"))
     }
     layers = tuple(
         LayerFacts(
-            rope if kind == _FULL else None,
-            window if kind == _FULL else None,
-            mixer="attention" if kind == _FULL else "lightning",
+            rope if kind == FULL else None,
+            window if kind == FULL else None,
+            mixer="attention" if kind == FULL else "lightning",
             residual_scales=(*scales[kind], *_read_scales(keys, "mlp")),
             depth=number / (count - 1 + 1e-5),
         )
@@ -170,13 +177,8 @@ def minimax(keys: ConfigReader) -> ArchFacts:
         ),
         unused=r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$",
     )
-    moe = MoeFacts(
-        experts=keys.size("num_local_experts"),
-        intermediate=facts.intermediate,
-        routing=Routing(keys.size("num_experts_per_tok", 2), renormalized=True),
-        names="mixtral",
-    )
-    return add_experts(facts, moe)
+    keys = keys.defaults(num_experts_per_tok=2)
+    return add_experts(facts, read_experts(keys, "intermediate_size", True, names="mixtral"))
 
 
 def _read_scales(keys: ConfigReader, name: str) -> tuple[float, float]:

@@ -8,6 +8,8 @@ from quire.checkpoint.families.alibi import databricks
 from quire.checkpoint.families.decoder import (
     LAYER_NORM,
     decoder,
+    full_every,
+    head_dim_of,
     layer_kinds,
     ropes_by_kind,
     same_window,
@@ -51,7 +53,8 @@ def phimoe(keys: ConfigReader) -> ArchFacts:
         head_bias=keys.flag("lm_head_bias"),
     )
     jitter = 2 * keys.number("router_jitter_noise", 0.01)
-    return add_experts(facts, read_experts(keys, "intermediate_size", False, names="mixtral", spread=jitter))
+    moe = read_experts(keys, "intermediate_size", False, names="mixtral", sparsemixer_threshold=jitter)
+    return add_experts(facts, moe)
 
 
 def qwen2_moe(keys: ConfigReader) -> ArchFacts:
@@ -101,14 +104,14 @@ def flex_olmo(keys: ConfigReader) -> ArchFacts:
 
 def granite_moe(keys: ConfigReader) -> ArchFacts:
     """Read Granite MoE, with or without a shared expert."""
-    return add_experts(granite(keys), _granite_experts(keys))
+    return add_experts(granite(keys), granite_experts(keys))
 
 
 def granite_moe_swa(keys: ConfigReader) -> ArchFacts:
-    return add_experts(granite_swa(keys), replace(_granite_experts(keys), names="granite_swa"))
+    return add_experts(granite_swa(keys), replace(granite_experts(keys), names="granite_swa"))
 
 
-def _granite_experts(keys: ConfigReader) -> MoeFacts:
+def granite_experts(keys: ConfigReader) -> MoeFacts:
     shared = keys.count("shared_intermediate_size")
     return read_experts(keys, "intermediate_size", True, names="granite", shared_intermediate=shared)
 
@@ -126,7 +129,7 @@ def minimax_m2(keys: ConfigReader) -> ArchFacts:
 
 def dots1(keys: ConfigReader) -> ArchFacts:
     """Read dots.llm1: Qwen 3's attention, DeepSeek's experts."""
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = head_dim_of(keys)
     windows = sliding_window(keys) is not None
     facts = qwen3(keys.but(head_dim=head_dim, use_sliding_window=windows).defaults(max_window_layers=62))
     moe = deepseek_experts(keys.defaults(norm_topk_prob=False), "sigmoid")
@@ -172,8 +175,7 @@ def _is_mean(keys: ConfigReader) -> bool:
 
 
 def glm4_moe(keys: ConfigReader) -> ArchFacts:
-    biased, heads = keys.flag("attention_bias"), keys.size("num_attention_heads")
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // heads)
+    biased, head_dim = keys.flag("attention_bias"), head_dim_of(keys)
     rope = read_rope(keys.but(partial_rotary_factor=keys.get("partial_rotary_factor") or 0.5), head_dim)
     facts = decoder(
         keys,
@@ -202,11 +204,12 @@ def hy3(keys: ConfigReader) -> ArchFacts:
     """Read Hunyuan 3: Qwen 3's attention, sigmoid routing in float32."""
     keys = keys.defaults(rope_theta=11158840.0, rms_norm_eps=1e-5)
     inner = keys.size("moe_intermediate_size")
-    scale = keys.number("router_scaling_factor", 2.826)
-    moe = MoeFacts(
-        experts=num_experts(keys),
-        intermediate=inner,
-        routing=Routing(keys.size("num_experts_per_tok", 8), "sigmoid", True, scale),
+    moe = read_experts(
+        keys.defaults(num_experts_per_tok=8),
+        "moe_intermediate_size",
+        True,
+        scoring="sigmoid",
+        scale=keys.number("router_scaling_factor", 2.826),
         choice_bias=True,
         wide_router=True,
         shared_intermediate=inner * keys.size("num_shared_experts", 1),
@@ -218,8 +221,7 @@ def hy3(keys: ConfigReader) -> ArchFacts:
 
 def afmoe(keys: ConfigReader) -> ArchFacts:
     """Read AFMoE: only window layers have rotary embedding."""
-    count, every = keys.size("num_hidden_layers"), keys.size("global_attn_every_n_layers", 4)
-    pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(count)]
+    pattern = full_every(keys, keys.size("global_attn_every_n_layers", 4))
     windows = windows_by_kind(keys, sliding_window(keys, 1024), default=pattern)
     facts = decoder(
         keys.defaults(rms_norm_eps=1e-5),
@@ -232,12 +234,12 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
         embed_scale=keys.size("hidden_size") ** 0.5 if keys.flag("mup_enabled") else 1.0,
     )
     inner = keys.size("moe_intermediate_size")
-    moe = MoeFacts(
-        experts=num_experts(keys),
-        intermediate=inner,
-        routing=Routing(
-            keys.size("num_experts_per_tok", 6), "sigmoid", True, keys.number("route_scale", 1.0)
-        ),
+    moe = read_experts(
+        keys.defaults(num_experts_per_tok=6),
+        "moe_intermediate_size",
+        True,
+        scoring="sigmoid",
+        scale=keys.number("route_scale", 1.0),
         choice_bias=True,
         shared_intermediate=inner * keys.count("num_shared_experts"),
         names="afmoe",
@@ -370,12 +372,12 @@ def llama4(keys: ConfigReader) -> ArchFacts:
         attention_temperature=growth if keys.flag("attn_temperature_tuning", True) else None,
         attention_bias=keys.flag("attention_bias"),
     )
-    inner = keys.size("intermediate_size")
-    moe = MoeFacts(
-        experts=num_experts(keys),
-        intermediate=inner,
-        routing=Routing(keys.size("num_experts_per_tok", 1), scoring="sigmoid"),
-        shared_intermediate=inner,
+    moe = read_experts(
+        keys.defaults(num_experts_per_tok=1),
+        "intermediate_size",
+        False,
+        scoring="sigmoid",
+        shared_intermediate=keys.size("intermediate_size"),
         weighs_input=True,
         names="llama4",
     )
@@ -383,11 +385,17 @@ def llama4(keys: ConfigReader) -> ArchFacts:
 
 
 def read_experts(
-    keys: ConfigReader, inner: str, renormalized: bool, *, scoring: str = "softmax", **facts: Any
+    keys: ConfigReader,
+    inner: str,
+    renormalized: bool,
+    *,
+    scoring: str = "softmax",
+    scale: float = 1.0,
+    **facts: Any,
 ) -> MoeFacts:
     """Read experts by the usual keys; `inner` is the key of their intermediate size, and `facts` are fields
     of MoeFacts."""
-    routing = Routing(keys.size("num_experts_per_tok"), scoring, renormalized)
+    routing = Routing(keys.size("num_experts_per_tok"), scoring, renormalized, scale)
     return MoeFacts(experts=num_experts(keys), intermediate=keys.size(inner), routing=routing, **facts)
 
 

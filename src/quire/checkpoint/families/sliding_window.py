@@ -5,27 +5,31 @@ from typing import Any
 
 from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing
 from quire.checkpoint.families.decoder import (
+    FULL,
+    SLIDING,
     activation_of,
     decoder,
+    full_every,
+    kv_sharing_targets,
     layer_kinds,
     ropes_by_kind,
     sliding_window,
+    unused_kv_pattern,
     windows_by_kind,
 )
-from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense
+from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, read_experts
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
-_KINDS = ("full_attention", "sliding_attention")
+_ENCODERS = r"(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
+"""Regular expression for tensors of the encoders, which the decoder does not load."""
 
 
 def gemma2(keys: ConfigReader) -> ArchFacts:
-    count = keys.size("num_hidden_layers")
-    alternating = [_KINDS[(layer + 1) % 2] for layer in range(count)]
     return decoder(
         keys,
         head_dim=256,
-        windows=windows_by_kind(keys, sliding_window(keys), alternating),
+        windows=windows_by_kind(keys, sliding_window(keys), full_every(keys, 2)),
         **_gemma_facts(keys),
         attention_softcap=keys.optional_number("attn_logit_softcapping"),
         logit_softcap=keys.optional_number("final_logit_softcapping"),
@@ -38,14 +42,13 @@ def vaultgemma(keys: ConfigReader) -> ArchFacts:
 
 
 def gemma3(keys: ConfigReader) -> ArchFacts:
-    head_dim, count = keys.size("head_dim", 256), keys.size("num_hidden_layers")
-    every = keys.size("sliding_window_pattern", 6)
-    kinds = layer_kinds(keys, *_KINDS, default=[_KINDS[bool((layer + 1) % every)] for layer in range(count)])
-    ropes = _local_ropes(keys, head_dim)
+    default = full_every(keys, keys.size("sliding_window_pattern", 6))
+    kinds = layer_kinds(keys, FULL, SLIDING, default=default)
+    ropes = _local_ropes(keys, keys.size("head_dim", 256))
     window = sliding_window(keys)
     if window is not None and keys.get("use_bidirectional_attention") is True:
         window = window // 2 + 1  # half of the window lies ahead
-    windows = {"full_attention": None, "sliding_attention": window}
+    windows = {FULL: None, SLIDING: window}
     return decoder(
         keys,
         head_dim=256,
@@ -63,27 +66,25 @@ def gemma4(keys: ConfigReader) -> ArchFacts:
     may share the KV cache of earlier layers; in some models such layers have wider feed-forward parts."""
     if keys.get("use_bidirectional_attention") == "all":
         raise keys.wrong("use_bidirectional_attention", "vision or null (nothing else is supported)")
-    count, inner = keys.size("num_hidden_layers"), keys.size("intermediate_size")
-    pattern = [_KINDS[bool((layer + 1) % 6)] for layer in range(count - 1)]
-    kinds = [*layer_kinds(keys, *_KINDS, default=[*pattern, "full_attention"])[:-1], "full_attention"]
-    first, last = _kv_sharing(keys, kinds, keys.get("num_kv_shared_layers") or 0)
+    kinds = [*layer_kinds(keys, FULL, SLIDING, default=full_every(keys, 6))[:-1], FULL]
+    targets = _kv_sharing_targets(keys, kinds)
     head_sizes = _read_head_sizes(keys, kinds)
     ropes = _read_ropes(keys, {kind: head_dim for kind, (head_dim, _) in zip(kinds, head_sizes, strict=True)})
-    windows = {"full_attention": None, "sliding_attention": sliding_window(keys, 512)}
+    windows = {FULL: None, SLIDING: sliding_window(keys, 512)}
     shares_kv = keys.flag("attention_k_eq_v")
-    wide = 2 * inner if keys.flag("use_double_wide_mlp") else 0
+    wide = 2 * keys.size("intermediate_size") if keys.flag("use_double_wide_mlp") else 0
     layers = tuple(
         LayerFacts(
             ropes[kind],
             windows[kind],
             moe=keys.flag("enable_moe_block"),
-            kv_sharing_target=last[kind] if at >= first else None,
+            kv_sharing_target=target,
             head_dim=head_dim,
             kv_heads=kv_heads,
-            intermediate=wide if at >= first else 0,
-            keys_are_values=shares_kv and kind == "full_attention" and at < first,
+            intermediate=0 if target is None else wide,
+            keys_are_values=shares_kv and kind == FULL and target is None,
         )
-        for at, (kind, (head_dim, kv_heads)) in enumerate(zip(kinds, head_sizes, strict=True))
+        for kind, target, (head_dim, kv_heads) in zip(kinds, targets, head_sizes, strict=True)
     )
     return decoder(
         keys,
@@ -91,7 +92,7 @@ def gemma4(keys: ConfigReader) -> ArchFacts:
         **_gemma3n_facts(keys),
         altup=_read_per_layer_embedding(keys),
         moe=_read_experts(keys) if keys.flag("enable_moe_block") else None,
-        unused=_unused_pattern(range(first, count)),
+        unused=f"{unused_kv_pattern(targets)}|{_ENCODERS}",
     )
 
 
@@ -104,7 +105,7 @@ def _read_head_sizes(keys: ConfigReader, kinds: list[str]) -> list[tuple[int, in
             keys.size("global_head_dim", 512),
             keys.size("num_global_key_value_heads") if shared else kv_heads,
         )
-        return [full if kind == "full_attention" else (head_dim, kv_heads) for kind in kinds]
+        return [full if kind == FULL else (head_dim, kv_heads) for kind in kinds]
     per_layer = keys.get("per_layer_config")
     if not isinstance(per_layer, dict) or not all(isinstance(entry, dict) for entry in per_layer.values()):
         raise keys.wrong("per_layer_config", "an object of objects")
@@ -119,8 +120,8 @@ def _read_head_sizes(keys: ConfigReader, kinds: list[str]) -> list[tuple[int, in
 
 def _read_ropes(keys: ConfigReader, sizes: dict[str, int]) -> dict[str, RopeFacts]:
     default = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     }
     ropes = keys.get("rope_parameters") or default
     if not isinstance(ropes, dict) or not all(isinstance(ropes.get(kind), dict) for kind in sizes):
@@ -154,32 +155,27 @@ def _read_experts(keys: ConfigReader) -> MoeFacts:
     )
 
 
-def _kv_sharing(keys: ConfigReader, kinds: list[str], shared: int) -> tuple[int, dict[str, int | None]]:
-    """Return the index of the first of the `shared` last layers, which have no KV cache, and the index of the
-    layer whose KV cache they use, by layer type."""
-    first = len(kinds) - shared
-    first = first if first > 0 else len(kinds)
-    last = {kind: max((at for at in range(first) if kinds[at] == kind), default=None) for kind in _KINDS}
-    if any(last[kind] is None for kind in kinds[first:]):
-        raise keys.wrong("num_kv_shared_layers", "a number that leaves a layer of each kind in front")
-    return first, last
+def _kv_sharing_targets(keys: ConfigReader, kinds: list[str], default: int = 0) -> list[int | None]:
+    """Return the targets of `kv_sharing_targets`; no layer shares a KV cache if all layers would."""
+    key = "num_kv_shared_layers"
+    shared = keys.count(key, default)
+    return kv_sharing_targets(keys, key, kinds, shared if shared < len(kinds) else 0)
 
 
 def gemma3n(keys: ConfigReader) -> ArchFacts:
     """Read Gemma 3n. The last layers share the KV cache of the last earlier layer of their type."""
     head_dim, count = keys.size("head_dim", 256), keys.size("num_hidden_layers")
-    kinds = layer_kinds(keys, *_KINDS, default=[_KINDS[bool((layer + 1) % 5)] for layer in range(count)])
-    windows = {"full_attention": None, "sliding_attention": sliding_window(keys, 512)}
+    kinds = layer_kinds(keys, FULL, SLIDING, default=full_every(keys, 5))
+    windows = {FULL: None, SLIDING: sliding_window(keys, 512)}
     ropes = _local_ropes(keys, head_dim)
-    shared = keys.get("num_kv_shared_layers")
-    first, last = _kv_sharing(keys, kinds, 15 if shared is None else shared)
+    targets = _kv_sharing_targets(keys, kinds, 15)
     sparse = keys.get("activation_sparsity_pattern")
     sparse = [0.95 * (at < 10 < count) for at in range(count)] if sparse is None else sparse
     layers = tuple(
         LayerFacts(
             ropes[kind],
             windows[kind],
-            kv_sharing_target=last[kind] if at >= first else None,
+            kv_sharing_target=targets[at],
             sparsity=float(sparse[at]),
         )
         for at, kind in enumerate(kinds)
@@ -201,24 +197,16 @@ def gemma3n(keys: ConfigReader) -> ArchFacts:
             per_layer=keys.size("hidden_size_per_layer_input", 256),
             vocab=keys.size("vocab_size_per_layer_input", 262144),
         ),
-        unused=_unused_pattern(range(first, count)),
+        unused=f"{unused_kv_pattern(targets)}|{_ENCODERS}",
     )
-
-
-def _unused_pattern(shared: range) -> str:
-    """Return a regular expression for tensors that are not loaded: key and value weights of layers in
-    `shared`, and encoders."""
-    numbers = "|".join(map(str, shared)) or "none"
-    keys = rf"layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
-    return rf"{keys}|(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 
 
 def _local_ropes(keys: ConfigReader, head_dim: int) -> dict[str, RopeFacts]:
     """Return the rope of each layer type; window layers may have another base."""
-    ropes = ropes_by_kind(keys, head_dim, *_KINDS)
+    ropes = ropes_by_kind(keys, head_dim, FULL, SLIDING)
     if keys.get("rope_local_base_freq") is not None:
         local = {"rope_type": "default", "rope_theta": keys.number("rope_local_base_freq")}
-        ropes["sliding_attention"] = read_rope(keys.but(rope_parameters=local, rope_scaling=None), head_dim)
+        ropes[SLIDING] = read_rope(keys.but(rope_parameters=local, rope_scaling=None), head_dim)
     return ropes
 
 
@@ -251,24 +239,22 @@ def _gemma3n_facts(keys: ConfigReader) -> dict[str, Any]:
 def mimo_v2(keys: ConfigReader) -> ArchFacts:
     """Read MiMo-V2-Flash. Window layers have sinks and twice as many key/value heads; values are smaller than
     keys."""
-    count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 192)
-    pattern = [_KINDS[layer > 0 and (layer + 1) % 6 != 0] for layer in range(count)]
-    kinds = layer_kinds(keys, *_KINDS, default=pattern)
-    bases = {"full_attention": keys.number("rope_theta", 5e6)}
-    bases["sliding_attention"] = keys.number("swa_rope_theta", 10000.0)
+    head_dim = keys.size("head_dim", 192)
+    kinds = layer_kinds(keys, FULL, SLIDING, default=[FULL, *full_every(keys, 6)[1:]])
+    bases = {FULL: keys.number("rope_theta", 5e6)}
+    bases[SLIDING] = keys.number("swa_rope_theta", 10000.0)
     rotary_factor = keys.number("partial_rotary_factor", 0.334)
     default = {
         kind: {"rope_theta": base, "partial_rotary_factor": rotary_factor} for kind, base in bases.items()
     }
-    ropes = ropes_by_kind(keys.but(rope_parameters=keys.get("rope_parameters") or default), head_dim, *_KINDS)
+    rope_keys = keys.but(rope_parameters=keys.get("rope_parameters") or default)
+    ropes = ropes_by_kind(rope_keys, head_dim, FULL, SLIDING)
     window = sliding_window(keys, 129)
     if keys.get("sliding_window_size") is not None:
         window = keys.size("sliding_window_size") + 1
     kv_heads = 2 * keys.size("num_key_value_heads", 4)
     layers = tuple(
-        LayerFacts(ropes[kind], window, kv_heads=kv_heads)
-        if kind == "sliding_attention"
-        else LayerFacts(ropes[kind])
+        LayerFacts(ropes[kind], window, kv_heads=kv_heads) if kind == SLIDING else LayerFacts(ropes[kind])
         for kind in kinds
     )
     facts = decoder(
@@ -286,20 +272,18 @@ def mimo_v2(keys: ConfigReader) -> ArchFacts:
 
 
 def gpt_oss(keys: ConfigReader) -> ArchFacts:
-    head_dim, count = keys.size("head_dim", 64), keys.size("num_hidden_layers")
-    alternating = [_KINDS[(layer + 1) % 2] for layer in range(count)]
-    rope = read_rope(keys, head_dim)
-    windows = windows_by_kind(keys, sliding_window(keys, 128), alternating)
+    rope = read_rope(keys, keys.size("head_dim", 64))
+    windows = windows_by_kind(keys, sliding_window(keys, 128), full_every(keys, 2))
     return decoder(
         keys,
         head_dim=64,
         layers=tuple(LayerFacts(rope, window, moe=True) for window in windows),
         attention_bias=keys.flag("attention_bias", True),
         sinks=True,
-        moe=MoeFacts(
-            experts=keys.size("num_local_experts", 128),
-            intermediate=keys.size("intermediate_size"),
-            routing=Routing(keys.size("num_experts_per_tok", 4), renormalized=True),
+        moe=read_experts(
+            keys.defaults(num_local_experts=128, num_experts_per_tok=4),
+            "intermediate_size",
+            True,
             router_bias=True,
             expert_bias=True,
             activation="clamped_swiglu",

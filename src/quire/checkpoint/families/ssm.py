@@ -7,15 +7,19 @@ from typing import Any
 from quire.checkpoint.facts import (
     ArchFacts,
     LayerFacts,
-    MoeFacts,
     RopeFacts,
-    Routing,
     SharedFacts,
     StateFacts,
 )
-from quire.checkpoint.families.decoder import decoder
+from quire.checkpoint.families.decoder import decoder, full_every
 from quire.checkpoint.families.dense import granite, llama
-from quire.checkpoint.families.moe import deepseek_experts, qwen_experts, qwen_sparse_layers
+from quire.checkpoint.families.moe import (
+    deepseek_experts,
+    granite_experts,
+    qwen_experts,
+    qwen_sparse_layers,
+    read_experts,
+)
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
@@ -114,12 +118,8 @@ def jamba(keys: ConfigReader) -> ArchFacts:
     numbers, moe = range(keys.size("num_hidden_layers")), None
     inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
     if keys.size("num_experts", 16) > 1:
-        moe = MoeFacts(
-            experts=keys.size("num_experts", 16),
-            intermediate=keys.size("intermediate_size"),
-            routing=Routing(keys.size("num_experts_per_tok", 2)),
-            names="jamba",
-        )
+        expert_keys = keys.defaults(num_experts=16, num_experts_per_tok=2)
+        moe = read_experts(expert_keys, "intermediate_size", False, names="jamba")
     sparse = [moe is not None and i % sparse_every == sparse_first for i in numbers]
     return decoder(
         keys,
@@ -186,7 +186,9 @@ def zamba2(keys: ConfigReader) -> ArchFacts:
         raise keys.wrong(key, "for each layer mamba, linear_attention or hybrid")
     uses = [number for number, kind in enumerate(kinds) if kind == "hybrid"]
     shared_layers = {
-        number: LayerFacts(rope, mixer="attention+mamba", block=uses[use % num_blocks], use=use)
+        number: LayerFacts(
+            rope, mixer="attention+mamba", shared_block=uses[use % num_blocks], shared_block_use=use
+        )
         for use, number in enumerate(uses)
     }
     groups = keys.size("mamba_ngroups", 1)
@@ -220,13 +222,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
     kinds = has_state(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
     facts, moe = granite(keys), None
     if keys.get("num_local_experts"):
-        moe = MoeFacts(
-            experts=keys.size("num_local_experts"),
-            intermediate=keys.size("intermediate_size"),
-            routing=Routing(keys.size("num_experts_per_tok"), renormalized=True),
-            shared_intermediate=keys.size("shared_intermediate_size"),
-            names="granite",
-        )
+        moe = granite_experts(keys)
     rope = facts.layers[0].rope if keys.get("position_embedding_type") == "rope" else None
     return replace(
         facts,
@@ -357,8 +353,8 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
     if keys.get("partial_rotary_factor") is None:
         keys = keys.but(partial_rotary_factor=0.25)
     head_dim, biased = keys.size("head_dim", 256), keys.flag("attention_bias")
-    rope, every = read_rope(keys, head_dim), keys.size("full_attention_interval", 4)
-    default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(len(sparse))]
+    rope = read_rope(keys, head_dim)
+    default = full_every(keys, keys.size("full_attention_interval", 4), other="linear_attention")
     kinds = has_state(keys if keys.get("layer_types") else keys.but(layer_types=default), "layer_types")
     if all(sparse):
         facts["intermediate"] = keys.size("intermediate_size", keys.size("moe_intermediate_size"))

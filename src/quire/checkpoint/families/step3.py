@@ -4,12 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing
-from quire.checkpoint.families.decoder import check_heads, decoder, sliding_window
-from quire.checkpoint.families.moe import mtp_pattern
+from quire.checkpoint.families.decoder import FULL, SLIDING, check_heads, decoder, sliding_window
+from quire.checkpoint.families.moe import mtp_pattern, read_experts
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
-_KINDS = ("full_attention", "sliding_attention")
 _KEYS = {
     "num_attention_groups": "num_key_value_heads",
     "moe_num_experts": "n_routed_experts",
@@ -84,15 +83,12 @@ def _count(keys: ConfigReader) -> int:
 
 
 def _experts(keys: ConfigReader) -> MoeFacts:
-    return MoeFacts(
-        experts=keys.size("n_routed_experts"),
-        intermediate=keys.size("moe_intermediate_size"),
-        routing=Routing(
-            keys.size("num_experts_per_tok"),
-            scoring="sigmoid",
-            renormalized=keys.flag("norm_expert_weight", True),
-            scale=keys.number("moe_router_scaling_factor", 1.0),
-        ),
+    return read_experts(
+        keys,
+        "moe_intermediate_size",
+        keys.flag("norm_expert_weight", True),
+        scoring="sigmoid",
+        scale=keys.number("moe_router_scaling_factor", 1.0),
         choice_bias=keys.flag("use_moe_router_bias", True),
         wide_router=keys.flag("need_fp32_gate", True),
         shared_intermediate=keys.size("share_expert_dim"),
@@ -102,9 +98,9 @@ def _experts(keys: ConfigReader) -> MoeFacts:
 
 def _read_layers(keys: ConfigReader, head_dim: int) -> tuple[LayerFacts, ...]:
     """Read all layers, followed by the MTP layers."""
-    kinds = _per_layer(keys, "layer_types", _KINDS[0], more="mtp_layer_types")
-    if not {*kinds} <= {*_KINDS}:
-        raise keys.wrong("layer_types", f"one of {', '.join(_KINDS)} for each layer")
+    kinds = _per_layer(keys, "layer_types", FULL, more="mtp_layer_types")
+    if not {*kinds} <= {FULL, SLIDING}:
+        raise keys.wrong("layer_types", f"one of {FULL}, {SLIDING} for each layer")
     ropes, rotates = _ropes(keys, head_dim, kinds), _per_layer(keys, "use_rope_layers", True)
     window, heads = sliding_window(keys, None), _window_heads(keys, head_dim)
     bounds = zip(_per_layer(keys, "swiglu_limits_shared"), _per_layer(keys, "swiglu_limits"), strict=True)
@@ -116,7 +112,7 @@ def _read_layers(keys: ConfigReader, head_dim: int) -> tuple[LayerFacts, ...]:
             activation=_bounded_silu(keys, bound),
             expert_activation=_bounded_silu(keys, expert_bound),
         )
-        layers.append(layer if kind == _KINDS[0] else replace(layer, window=window, heads=heads))
+        layers.append(layer if kind == FULL else replace(layer, window=window, heads=heads))
     return tuple(layers)
 
 
@@ -135,7 +131,7 @@ def _ropes(keys: ConfigReader, head_dim: int, kinds: list[str]) -> list[RopeFact
     if isinstance(block, dict) and all(isinstance(block.get(kind), dict) for kind in kinds):
         by_kind = {kind: read_rope(keys.but(rope_parameters=block[kind]), head_dim) for kind in {*kinds}}
         return [by_kind[kind] for kind in kinds]
-    stretched, scaling = keys.get("yarn_only_types") or _KINDS, keys.get("rope_scaling") or block
+    stretched, scaling = keys.get("yarn_only_types") or (FULL, SLIDING), keys.get("rope_scaling") or block
     settings = zip(
         kinds, _per_layer(keys, "rope_theta"), _per_layer(keys, "partial_rotary_factors"), strict=True
     )
@@ -159,7 +155,7 @@ def _window_heads(keys: ConfigReader, head_dim: int) -> int:
     if not isinstance(other, dict):
         raise keys.wrong("attention_other_setting", "an object")
     settings = ConfigReader(f"{keys.source}, attention_other_setting", other)
-    settings.require("attention_type", _KINDS[1])
+    settings.require("attention_type", SLIDING)
     settings.require("num_attention_groups", keys.get("num_key_value_heads"))
     settings.require("head_dim", head_dim)
     counts = [keys.size("num_sliding_attention_heads")] if keys.get("num_sliding_attention_heads") else []
