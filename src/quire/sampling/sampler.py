@@ -134,10 +134,10 @@ class Sampler:
         history = History(tokens, num_tokens, prompt_lens)
         step = rows_at_once(self.vocab) if self.processors is None else len(rows)
         if len(rows) <= step and not (rows[1:] == rows[:-1]).any():
-            return self._special(logits, rows, state, history, tensors, masks.rows)
-        return self._in_parts(logits, rows, state, history, tensors, masks)
+            return self._sample_rows(logits, rows, state, history, tensors, masks.rows)
+        return self._sample_in_parts(logits, rows, state, history, tensors, masks)
 
-    def _in_parts(
+    def _sample_in_parts(
         self,
         logits: Tensor,
         rows: Ints,
@@ -158,7 +158,7 @@ class Sampler:
                 index = to_device(at, self.device)
                 columns = tensors and SamplingTensors(*(column.index_select(0, index) for column in tensors))
                 moved = history._replace(num_tokens=history.num_tokens + draw)
-                part = self._special(
+                part = self._sample_rows(
                     logits.index_select(0, index), rows[at], state, moved, columns, constrained
                 )
                 sampled.token_ids.index_copy_(0, index, part.token_ids)
@@ -167,7 +167,7 @@ class Sampler:
                 sampled.sampling_masks |= part.sampling_masks
         return sampled
 
-    def _special(
+    def _sample_rows(
         self,
         logits: Tensor,
         rows: Ints,
@@ -189,7 +189,7 @@ class Sampler:
         raw = logits.index_select(0, index) if self.raw and len(with_logprobs) else None
         logits = adjust(logits, rows, state, history, self.counts, self._process)
         if constrained_rows is not None:
-            constrained_rows.revive(logits)
+            constrained_rows.restore(logits)
         is_late = self.processors is not None and len(self.processors.invariant) > 0
         if self.sample is not None and tensors is not None and self.raw and not is_late:
             token_ids = self.sample(logits, tensors)
