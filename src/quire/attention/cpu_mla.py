@@ -151,8 +151,9 @@ def _attend(
     q: Tensor, keys: Tensor, values: Tensor, batch: Batch, scale: float, cache_scale: float = 1.0
 ) -> Tensor:
     """Compute attention of q [T, heads, head_dim] over paged keys and values."""
-    sizes = q.shape[1], keys.shape[2], q.shape[2]
-    spec = AttentionSpec(*sizes, q.dtype, scale=scale, k_scale=cache_scale, v_scale=cache_scale)
+    (_, heads, head_dim), kv_heads = q.shape, keys.shape[2]
+    spec = AttentionSpec(heads, kv_heads, head_dim, q.dtype, scale=scale)
+    spec = replace(spec, k_scale=cache_scale, v_scale=cache_scale)
     return CPUAttention().forward(q, keys, values, batch, spec)
 
 
