@@ -153,7 +153,7 @@ def share_kv_caches(facts: ArchFacts, attentions: list[nn.Module]) -> None:
 
 
 class PerLayerInputs(nn.Module):
-    """Per-layer inputs of each token, from its id and its embedding. The scope is the body's."""
+    """Per-layer inputs of each token, from its id and its embedding. `scope` is that of the body."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class PerLayerInputs(nn.Module):
 
 
 class PerLayerGate(nn.Module):
-    """Gated projection of the per-layer input of tokens. The scope is the layer's."""
+    """Gated projection of the per-layer input of tokens. `scope` is that of the layer."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class RouterNorm(RMSNorm):
 
 
 class Gemma4Mixture(nn.Module):
-    """MoE block with a factor per expert. The scope is the layer's."""
+    """MoE block with a factor per expert. `scope` is that of the layer."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ _MASKED_LM = {
     "RobertaModel": _ROBERTA,
     "XLMRobertaModel": _ROBERTA,
 }
-"""Names by architecture."""
+"""Checkpoint names by the architecture of the body."""
 
 
 class MaskedLM(LoadedModule):

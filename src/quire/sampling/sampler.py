@@ -111,11 +111,11 @@ class Sampler:
         vocabulary if adapters add tokens.
 
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row;
-        num_tokens is the position of the new token. A row that occurs several times in succession samples at
-        successive positions, as if its drafts were accepted. `sampled_in_graph` are the tokens that
-        `self.sample` gave for the unchanged logits, for rows without special features. `tensors` are the
-        parameters of N rows on the device. `masks` constrain some of the rows, and are applied first.
-        `resample` may mask and sample at once for rows without special features.
+        num_tokens is the position of the new token. A row with draft tokens occurs several times in
+        succession, and samples at successive positions, as if its drafts were accepted. `sampled_in_graph`
+        are the tokens that `self.sample` gave for the unchanged logits, for rows without special features.
+        `tensors` are the parameters of N rows on the device. `masks` constrain some of the rows, and are
+        applied first. `resample` may mask and sample at once for rows without special features.
         """
         assert len(logits) == len(rows) and logits.shape[1] >= self.vocab
         if not len(rows):
