@@ -34,7 +34,7 @@ def test_each_token_selects_its_best_keys() -> None:
     Scores are compared instead of keys, since the choice among keys with score 0 is undefined.
     """
     case, weights, keys = case_of(MANY)
-    topk_indices = sparse_indices.pick(case.q, weights, keys, case.batch, MOST)
+    topk_indices = sparse_indices.select(case.q, weights, keys, case.batch, MOST)
     assert topk_indices is not None
     flat, at = keys.flatten(0, 1), 0
     for sequence_keys, new in zip(case.keys, case.batch.query_lens_host.tolist(), strict=True):
@@ -56,7 +56,7 @@ def test_each_token_selects_its_best_keys() -> None:
 
 def test_no_selection_if_all_keys_fit() -> None:
     case, weights, keys = case_of([(3, 5), (1, MOST - 1)])
-    assert sparse_indices.pick(case.q, weights, keys, case.batch, MOST) is None
+    assert sparse_indices.select(case.q, weights, keys, case.batch, MOST) is None
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(5, 24), (32, 64)])
@@ -80,7 +80,7 @@ def test_attention_reads_only_selected_latents(kind: str) -> None:
         lens = torch.tensor([9, 3, 9, 1, 0, 2, 8], dtype=torch.int32)
         topk_indices = SparseIndices(torch.randint(0, 80, (7, 9), dtype=torch.int32), lens)
         q, weight = torch.randn(7, 3, spec.query_dim), torch.randn(3, spec.nope_dim + spec.v_dim, spec.rank)
-    seen, one = topk_indices.seen_by(case.batch), cache.view(-1, 1, spec.width)
+    seen, one = topk_indices.as_batch(case.batch), cache.view(-1, 1, spec.width)
     actual = IMPLEMENTATIONS[kind]().attend(q, weight, one, seen, spec)
     for token, count in enumerate(lens.tolist()):
         latents, turned = one[topk_indices.slots[token, :count].long(), 0].split(
@@ -95,12 +95,12 @@ def test_attention_reads_only_selected_latents(kind: str) -> None:
 
 def test_keys_of_padding_are_not_written() -> None:
     keys = torch.zeros(3, 4, 2)
-    sparse_indices.keep(torch.ones(3, 2), keys, torch.tensor([5, -1, 11]))
+    sparse_indices.write_keys(torch.ones(3, 2), keys, torch.tensor([5, -1, 11]))
     assert keys.flatten(0, 1).sum(1).nonzero().flatten().tolist() == [0, 5, 11]
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_8_bit_keys(kind: torch.dtype) -> None:
     keys = torch.zeros(2, 4, 2).to(kind)
-    sparse_indices.keep(torch.tensor([[0.5, -1e6]]), keys, torch.tensor([6]))
+    sparse_indices.write_keys(torch.tensor([[0.5, -1e6]]), keys, torch.tensor([6]))
     assert keys.flatten(0, 1)[6].float().tolist() == [0.5, -torch.finfo(kind).max]

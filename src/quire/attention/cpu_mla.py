@@ -4,13 +4,17 @@ With queries projected into latent space (`absorb`), it is multi-query attention
 values are the same latents. For long chunks the latents are expanded to keys and values in a temporary cache.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
+from quire.attention.cpu_attn import CPUAttention
 from quire.attention.mla import MLAEntry, MLALoRA, MLASpec, TorchMLA
 from quire.attention.torch_sdpa import read
 from quire.kernels.cpu import attention
@@ -74,8 +78,7 @@ def _attend_absorbed(
     if adapted is not None:
         _add_absorbed(queries, q, adapted, spec)
     keys = cache[:, :, None]
-    tables, scales = batch.block_tables, (spec.k_scale, spec.k_scale)
-    mixed = _attend(queries, keys, keys, batch, batch.rows, tables, spec.scale, scales)
+    mixed = _attend(queries, keys, keys, batch, spec.scale, spec.k_scale)
     out = mla.release(mixed, weight, v_dim=spec.v_dim)
     if adapted is not None:
         _add_released(out, mixed, adapted, spec)
@@ -101,6 +104,7 @@ def _attend_expanded(
     q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: MLASpec, adapted: MLALoRA | None
 ) -> Tensor:
     rows, tables, cached = _gather_latents(cache, batch, q.dtype, spec.k_scale)
+    expanded = replace(batch, rows=rows, block_tables=tables)
     latents, rope_keys = cached.split([spec.rank, spec.rope_dim], -1)
     out = q.new_empty(len(q), spec.heads, spec.v_dim)
     bytes_of_head = 2 * len(cached) * spec.query_dim * q.itemsize
@@ -115,7 +119,7 @@ def _attend_expanded(
         keys = torch.cat((keys, rope_keys[:, None].expand(-1, kv.shape[1], -1)), -1)
         values = F.pad(values, (0, spec.query_dim - spec.v_dim))
         keys, values = (x.unflatten(0, (-1, _BLOCK)) for x in (keys, values))
-        mixed = _attend(q[:, heads], keys, values, batch, rows, tables, spec.scale)
+        mixed = _attend(q[:, heads], keys, values, expanded, spec.scale)
         out[:, heads] = mixed[..., : spec.v_dim]
     return out
 
@@ -144,30 +148,13 @@ def _first_tokens(batch: Batch) -> Tensor:
 
 
 def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    batch: Batch,
-    rows: Tensor,
-    tables: Tensor,
-    scale: float,
-    scales: tuple[float, float] = (1.0, 1.0),
+    q: Tensor, keys: Tensor, values: Tensor, batch: Batch, scale: float, cache_scale: float = 1.0
 ) -> Tensor:
-    return attention.attend(
-        q,
-        keys,
-        values,
-        rows=rows,
-        block_tables=tables,
-        query_starts=batch.query_starts,
-        seq_lens=batch.seq_lens,
-        max_query_len=batch.max_query_len,
-        max_seq_len=batch.max_seq_len,
-        scale=scale,
-        window=None,
-        softcap=None,
-        scales=scales,
-    )
+    """Compute attention of q [T, heads, head_dim] over paged keys and values."""
+    (_, heads, head_dim), kv_heads = q.shape, keys.shape[2]
+    spec = AttentionSpec(heads, kv_heads, head_dim, q.dtype, scale=scale)
+    spec = replace(spec, k_scale=cache_scale, v_scale=cache_scale)
+    return CPUAttention().forward(q, keys, values, batch, spec)
 
 
 def _select_sequences(batch: Batch, seqs: NDArray[np.intp]) -> tuple[Tensor, Batch]:

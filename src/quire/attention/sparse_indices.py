@@ -24,7 +24,7 @@ class SparseIndices(NamedTuple):
     lens: Tensor
     """[T] int32, number of valid slots"""
 
-    def seen_by(self, batch: Batch) -> Batch:
+    def as_batch(self, batch: Batch) -> Batch:
         """Return a batch for attention to these tokens: each token is a sequence, with blocks of one
         token."""
         num, most = self.slots.shape
@@ -44,7 +44,7 @@ class SparseIndices(NamedTuple):
         )
 
 
-def pick(q: Tensor, weights: Tensor, keys: Tensor, batch: Batch, most: int) -> SparseIndices | None:
+def select(q: Tensor, weights: Tensor, keys: Tensor, batch: Batch, most: int) -> SparseIndices | None:
     """Select up to `most` tokens for each of [T, heads, dim] queries with [T, heads] float32 weights. `keys`
     [num_blocks, block_size, dim] is the cache, which already has the keys of the batch. Return None if no
     sequence is longer than `most`."""
@@ -104,7 +104,7 @@ def reference(
     return out
 
 
-def keep(x: Tensor, keys: Tensor, slots: Tensor) -> None:
+def write_keys(x: Tensor, keys: Tensor, slots: Tensor) -> None:
     """Write x [T, dim] to slots of the cache `keys`; tokens without a slot go to slot 0, which is never
     read."""
     flat = keys.flatten(0, 1)

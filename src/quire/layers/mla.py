@@ -112,7 +112,7 @@ class MLAAttention(nn.Module):
         self.latent.enter(queries, kv, entry, spec)
         weight, adapted = self.weight.view(spec.heads, -1, spec.rank), self.adapted(batch)
         if topk_indices is not None:
-            batch, cache = topk_indices.seen_by(batch), cache.view(-1, 1, spec.width)
+            batch, cache = topk_indices.as_batch(batch), cache.view(-1, 1, spec.width)
         return self.latent.attend(queries, weight, cache, batch, spec, adapted).flatten(1)
 
     def targets(self) -> Iterator[Target]:
@@ -160,9 +160,9 @@ class SparseIndexer(nn.Module):
         facts = self.facts
         queries = self._rotate(self.q(q_latent, batch).view(len(x), facts.heads, facts.dim), batch)
         new_keys = self._rotate(self.k_norm.normalize(self.k(x, batch))[:, None], batch)[:, 0]
-        sparse_indices.keep(new_keys, keys, batch.slots)
+        sparse_indices.write_keys(new_keys, keys, batch.slots)
         weights = self.weights(x, batch).float() * self.scale
-        return sparse_indices.pick(queries, weights, keys, batch, facts.top_k)
+        return sparse_indices.select(queries, weights, keys, batch, facts.top_k)
 
     def _rotate(self, x: Tensor, batch: Batch) -> Tensor:
         """Apply RoPE to the first `rope_dim` dimensions of each head."""

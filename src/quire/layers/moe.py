@@ -387,7 +387,7 @@ class Back(WholeLinear):
 
 
 class MoE(nn.Module):
-    """MoE block of a layer: router, experts, shared expert, all-reduce. The scope is the layer's."""
+    """MoE block of a layer: router, experts, shared expert, all-reduce. `scope` is that of the layer."""
 
     Chooser: type[ExpertRouter] = ExpertRouter
     ones: Tensor | None

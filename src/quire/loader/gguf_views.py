@@ -26,7 +26,7 @@ class View(NamedTuple):
 
 
 def views_of(file: GGUFFile, facts: ArchFacts) -> dict[str, View]:
-    """Return the tensors of the model by their Hugging Face names."""
+    """Return where each tensor of the model is in the file, by its Hugging Face name."""
     is_large = facts.architecture == "FalconForCausalLM" and facts.parallel_norms == 2
     architecture = LARGE_FALCON if is_large else facts.architecture
     views: dict[str, View] = {}

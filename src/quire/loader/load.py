@@ -402,7 +402,8 @@ def _check_unused(
 
 
 def _fits(shape: tuple[int, ...], target: Target) -> bool:
-    """Return whether a shape fits a target; axes of length 1 may be added or missing."""
+    """Return whether a stored tensor of this shape can fill a target; axes of length 1 may be added or
+    missing."""
     target_shape = target.shape
     is_same = [size for size in shape if size != 1] == [size for size in target_shape if size != 1]
     return is_same or (target.is_flat and math.prod(shape) == math.prod(target_shape))

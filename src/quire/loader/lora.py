@@ -128,11 +128,11 @@ class LoRAReader:
         digest, tensors = files.contents()
         vocab_rows = self._vocab_reader.take(tensors, settings.token_ids, settings.scale)
         tables = self._take_saved_modules(tensors, settings)
-        fits = list(self._fits(tensors, settings))
-        if not fits and not tables and not vocab_rows and self.layers is None and not self.slots.only:
+        pairs = list(self._match_targets(tensors, settings))
+        if not pairs and not tables and not vocab_rows and self.layers is None and not self.slots.only:
             raise ConfigError(f"{files.tensors_name} has no LoRA tensors")
-        factors = self._copy_factors(fits)
-        rank = max((len(fit.a) for fit in fits), default=settings.rank)
+        factors = self._copy_factors(pairs)
+        rank = max((len(pair.a) for pair in pairs), default=settings.rank)
         parts = *factors.values(), tables.values(), *vocab_rows.values()
         num_bytes = sum(tensor.nbytes for part in parts for tensor in part)
         facts = AdapterFacts(digest, rank, num_bytes, self.slots.count_new(vocab_rows))
@@ -170,12 +170,12 @@ class LoRAReader:
 
     # ---- matching tensors to layers
 
-    def _fits(self, tensors: dict[str, Tensor], settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
+    def _match_targets(self, tensors: dict[str, Tensor], settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
         """Yield the matrices of all targets on this device, without layers outside of lora_target_modules."""
         num_ignored = 0
         for name, pair in self._pairs(tensors).items():
             if (target := self._targets.get(name)) is not None:
-                yield settings.fit(name, target, pair)
+                yield settings.check(name, target, pair)
             elif (stack := self._stacks.get(name)) is not None:
                 yield from _split_stack(name, stack, pair, settings)
             elif reason := self._refusal(name):
@@ -236,23 +236,23 @@ class LoRAReader:
 
     # ---- copying to host memory
 
-    def _copy_factors(self, fits: list[LoRAPair]) -> dict[str, LoRAFactors]:
+    def _copy_factors(self, pairs: list[LoRAPair]) -> dict[str, LoRAFactors]:
         ranks: dict[str, int] = {}
         filled: Counter[str] = Counter()
-        for fit in fits:
-            rank, name = len(fit.a), fit.target.lora_layer.name
+        for pair in pairs:
+            rank, name = len(pair.a), pair.target.lora_layer.name
             if rank > self.slots.max_rank:
                 raise RequestError(
                     f"LoRA rank {rank} is greater than max_lora_rank {self.slots.max_rank}.",
                     param="lora_request",
                 )
             ranks[name] = max(rank, ranks.get(name, 0))
-            filled[name] += rank * fit.target.num_parts
+            filled[name] += rank * pair.target.num_parts
         by_layer = self.slots.room(ranks)
         for name, factors in by_layer.items():
             if filled[name] < factors.num_ranks:
                 factors.zero()
-        pieces = [fits[first : first + _BATCH] for first in range(0, len(fits), _BATCH)]
+        pieces = [pairs[first : first + _BATCH] for first in range(0, len(pairs), _BATCH)]
         for _ in self._pool.map(partial(_fill_all, by_layer), pieces):
             pass
         return by_layer
@@ -297,29 +297,29 @@ def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigF
     if is_swapped:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
     for target, one_a, one_b in zip(targets, a, b, strict=True):
-        yield settings.fit(f"{name}.{key}", target, Pair(pair.names, one_a, one_b))
+        yield settings.check(f"{name}.{key}", target, Pair(pair.names, one_a, one_b))
 
 
 @torch.inference_mode()  # a pool thread may run in another mode than the one the tensors were made in
-def _fill_all(factors: Mapping[str, LoRAFactors], fits: Sequence[LoRAPair]) -> None:
-    for fit in fits:
-        _fill(fit, fit.target.of(factors[fit.target.lora_layer.name]))
+def _fill_all(factors: Mapping[str, LoRAFactors], pairs: Sequence[LoRAPair]) -> None:
+    for pair in pairs:
+        _fill(pair, pair.target.of(factors[pair.target.lora_layer.name]))
 
 
-def _fill(fit: LoRAPair, into: LoRAFactors) -> None:
-    rank, lora_target, (name_a, name_b) = fit.a.shape[0], fit.target, fit.names
+def _fill(pair: LoRAPair, into: LoRAFactors) -> None:
+    rank, lora_target, (name_a, name_b) = pair.a.shape[0], pair.target, pair.names
     if lora_target.is_table:
-        into.a[:, :rank].copy_(fit.a.t())
+        into.a[:, :rank].copy_(pair.a.t())
     else:
         first, *others = into.a.narrow(1, 0, rank).unbind()
-        put(fit.a, Target(name_a, first, 1, (lora_target.inputs,)))
+        put(pair.a, Target(name_a, first, 1, (lora_target.inputs,)))
         for other in others:
             other.copy_(first)
     order, target = lora_target.order(), Target(name_b, into.b.narrow(1, 0, rank), 0, lora_target.outputs)
-    if order is None and target.is_whole and fit.b.dtype == into.b.dtype:
-        torch.mul(fit.b, fit.scale, out=target.tensor)
+    if order is None and target.is_whole and pair.b.dtype == into.b.dtype:
+        torch.mul(pair.b, pair.scale, out=target.tensor)
         return
-    scaled = fit.b.float() * fit.scale
+    scaled = pair.b.float() * pair.scale
     shard = scaled.new_empty(sum(run.size for run in lora_target.outputs), rank)
     put(scaled, target._replace(tensor=shard))
     target.tensor.copy_(shard if order is None else shard[order])
@@ -372,7 +372,7 @@ class LoRAConfigFile:
         rank, alpha = _by_pattern(layer, self.ranks, self.rank), _by_pattern(layer, self.alphas, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.by_root else rank)
 
-    def fit(self, layer: str, target: LoRATarget, pair: Pair) -> LoRAPair:
+    def check(self, layer: str, target: LoRATarget, pair: Pair) -> LoRAPair:
         """Check the shapes of a layer's matrices, and return them as the pair of a target."""
         rank, scale = self.scale(layer)
         size_in, size_out = target.sizes

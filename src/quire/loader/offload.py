@@ -69,13 +69,13 @@ class LayerOffload:
         self._small, self._initial = small, initial
         self._built: list[nn.Module] = []
         self._targets: dict[Loads, list[Target]] = {}
-        """Targets of the modules that wait for their weights."""
+        """Targets of the modules for which no weight is loaded yet."""
         self._freed: dict[int, int] = {}
         """Bytes of the storages that are freed until their module begins to load, by storage id."""
         self._left: list[set[Loads]] = []
         """By layer: the modules that still lack weights."""
         self._loaded_bytes: list[int] = []
-        """By layer: the bytes of its targets, before repacking."""
+        """By layer: the bytes of its weights as they are loaded, before repacking."""
         self._chosen: OffloadedLayers | None = None
         self._host: dict[int, OffloadedLayer] = {}
 
@@ -183,7 +183,7 @@ class LayerOffload:
         self._host[number] = OffloadedLayer(self._built[number], places, host)
 
     def place(self) -> None:
-        """Let the offloaded layers read from the buffers, after the whole model is loaded."""
+        """Move the tensors of the offloaded layers into the buffers, after the whole model is loaded."""
         for module in list(self._targets):
             self.begin(module)
         sizes = {number: len(layer.host) for number, layer in self._host.items()}

@@ -117,7 +117,8 @@ class BertEmbeddings(nn.Module):
         return self.norm.normalize(x)
 
     def _position_ids(self, batch: Batch) -> Tensor:
-        """Return the position ids of tokens, not counting padding tokens."""
+        """Return the position id of each token. Padding tokens do not count, and have the id before the first
+        one."""
         position_ids = batch.positions + self.first
         if self.padding is None:
             return position_ids
@@ -137,7 +138,7 @@ class UpGateLinear(GateUpLinear):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)); only `down` may have a bias. The scope is the layer's."""
+    """down(act(gate(x)) * up(x)); only `down` may have a bias. `scope` is that of the layer."""
 
     def __init__(self, facts: ArchFacts, names: tuple[str, ...], scope: Scope) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from quire.models.decoder import decoder_of
 
 
 class ParallelMixer(nn.Module):
-    """Attention and Mamba-2 in parallel; their outputs are scaled and added. The scope is the layer's."""
+    """Attention and Mamba-2 in parallel; their outputs are scaled and added. `scope` is that of the layer."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class LogitRouter(ExpertRouter):
 
 
 class KolibriMixture(MoE):
-    """MoE block with `LogitRouter`. The scope is the layer's."""
+    """MoE block with `LogitRouter`. `scope` is that of the layer."""
 
     Chooser = LogitRouter
 

@@ -153,7 +153,7 @@ def share_kv_caches(facts: ArchFacts, attentions: list[nn.Module]) -> None:
 
 
 class PerLayerInputs(nn.Module):
-    """Per-layer inputs of each token, from its id and its embedding. The scope is the body's."""
+    """Per-layer inputs of each token, from its id and its embedding. `scope` is that of the body."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()
@@ -171,6 +171,21 @@ class PerLayerInputs(nn.Module):
         embedded = self.embed(ids, batch) * self.per_layer**0.5
         projected = (self.projection(x, batch) * self.hidden**-0.5).view(-1, self.per_layer)
         return (self.norm.normalize(projected).view(shape) + embedded.view(shape)) * 0.5**0.5
+
+
+class PerLayerGate(nn.Module):
+    """Gated projection of the per-layer input of tokens. `scope` is that of the layer."""
+
+    def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
+        super().__init__()
+        self.ops, self.activation = scope.ops, facts.activation
+        self.gate = WholeLinear(facts.hidden, altup.per_layer, scope / "per_layer_input_gate")
+        self.widen = WholeLinear(altup.per_layer, facts.hidden, scope / "per_layer_projection")
+        self.norm = norm_of(facts, scope / "post_per_layer_input_norm")
+
+    def forward(self, x: Tensor, layer_input: Tensor, batch: Batch) -> Tensor:
+        gated = self.ops.activate(self.gate(x, batch), self.activation) * layer_input
+        return self.norm.normalize(self.widen(gated, batch))
 
 
 class Layer(nn.Module):
@@ -192,9 +207,7 @@ class Layer(nn.Module):
         mlp = scope / "mlp"
         self.mlp = SparseMLP(facts, layer.sparsity, mlp) if layer.sparsity else MLP(facts, mlp)
         self.after_mlp = norm_of(facts, scope / "post_feedforward_layernorm")
-        self.gate = WholeLinear(facts.hidden, altup.per_layer, scope / "per_layer_input_gate")
-        self.widen = WholeLinear(altup.per_layer, facts.hidden, scope / "per_layer_projection")
-        self.after_own = norm_of(facts, scope / "post_per_layer_input_norm")
+        self.own = PerLayerGate(facts, altup, scope)
         self.active, self.is_scaled = altup.active, altup.is_scaled
 
     def forward(self, states: Tensor, layer_input: Tensor, batch: Batch) -> Tensor:
@@ -208,9 +221,7 @@ class Layer(nn.Module):
         states = self.altup.correct(predicted, x)
         first = states[self.active]
         first = first * self.altup.out_scale.vectors if self.is_scaled else first
-        gated = F.gelu(self.gate(first, batch), approximate="tanh") * layer_input
-        projected = self.widen(gated, batch)
-        states[1:] += self.after_own.normalize(projected)
+        states[1:] += self.own(first, layer_input, batch)
         return states
 
 

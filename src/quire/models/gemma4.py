@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
 from quire.layers.expert_router import ExpertRouter
-from quire.layers.linear import WholeLinear
 from quire.layers.mlp import MLP
 from quire.layers.moe import Experts
 from quire.layers.norm import RMSNorm, norm_of
@@ -19,7 +18,7 @@ from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.layers.vision import Learned
 from quire.models.decoder import Decoder, HiddenWithAux, refuse_pipeline
-from quire.models.gemma3n import Attention, KVSharingAttention, PerLayerInputs, share_kv_caches
+from quire.models.gemma3n import Attention, KVSharingAttention, PerLayerGate, PerLayerInputs, share_kv_caches
 
 
 class LayerScale(Learned):
@@ -48,7 +47,7 @@ class RouterNorm(RMSNorm):
 
 
 class Gemma4Mixture(nn.Module):
-    """MoE block with a factor per expert. The scope is the layer's."""
+    """MoE block with a factor per expert. `scope` is that of the layer."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -67,21 +66,6 @@ class Gemma4Mixture(nn.Module):
         weights = weights * self.factors.vectors[ids.long()]
         out: Tensor = self.experts(self.before.normalize(x), ids, weights, batch)
         return self.after.normalize(self.sum(out))
-
-
-class PerLayerGate(nn.Module):
-    """Gated projection of the per-layer input of tokens. The scope is the layer's."""
-
-    def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
-        super().__init__()
-        self.ops, self.activation = scope.ops, facts.activation
-        self.gate = WholeLinear(facts.hidden, altup.per_layer, scope / "per_layer_input_gate")
-        self.widen = WholeLinear(altup.per_layer, facts.hidden, scope / "per_layer_projection")
-        self.norm = norm_of(facts, scope / "post_per_layer_input_norm")
-
-    def forward(self, x: Tensor, layer_input: Tensor, batch: Batch) -> Tensor:
-        gated = self.ops.activate(self.gate(x, batch), self.activation) * layer_input
-        return self.norm.normalize(self.widen(gated, batch))
 
 
 class Layer(nn.Module):

@@ -75,16 +75,12 @@ BertClassifier = partial(Reward, dense="pooler.dense", out="classifier", activat
 # ---- output layers of one task
 
 
-class TaskLinear(nn.Module):
+class TaskLinear(ClassifierHead):
     """Output layer of one task: a projection of each hidden state."""
 
     def __init__(self, facts: ArchFacts, head: TaskHead, body: Any, scope: Scope) -> None:
-        super().__init__()
         scope = replace(scope, adapters=None)
-        self.product = WholeLinear(facts.hidden, head.size, scope / head.name, bias=head.bias)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.product(states)
+        super().__init__(facts, head.size, scope, name=head.name, bias=head.bias)
 
 
 class MaskedLMNames(NamedTuple):
@@ -116,7 +112,7 @@ _MASKED_LM = {
     "RobertaModel": _ROBERTA,
     "XLMRobertaModel": _ROBERTA,
 }
-"""Names by architecture."""
+"""Checkpoint names by the architecture of the body."""
 
 
 class MaskedLM(LoadedModule):

@@ -26,7 +26,7 @@ class MambaLayer(nn.Module):
         self.mixer = self.build_mixer(facts, layer, rope, scope)
 
     def build_mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
-        """Build the mixer of the layer. The scope is the layer's."""
+        """Build the mixer of the layer. `scope` is that of the layer."""
         return mixer_of(facts, layer, scope / "mixer")
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:

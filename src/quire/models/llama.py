@@ -89,11 +89,11 @@ class Layer(nn.Module):
         self.mlp = self.feed_forward(facts, layer, scope)
 
     def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
-        """Build the attention or SSM mixer of the layer. The scope is the layer's."""
+        """Build the attention or SSM mixer of the layer. `scope` is that of the layer."""
         return self.Mixer(facts, layer, rope, scope / scope.names.attention)
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
-        """Build the MoE block or the MLP of the layer. The scope is the layer's."""
+        """Build the MoE block or the MLP of the layer. `scope` is that of the layer."""
         names = scope.names
         return MoE(facts, scope) if layer.moe else MLP(facts, scope / names.mlp, names=names.mlp_names)
 

@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder, refuse_pipeline
 
 
 class LongcatMixture(nn.Module):
-    """MoE block with identity experts, which return their input. The scope is the layer's."""
+    """MoE block with identity experts, which return their input. `scope` is that of the layer."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()

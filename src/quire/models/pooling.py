@@ -103,7 +103,8 @@ class PoolingModel(nn.Module):
         return self.body(batch)
 
     def vectors(self, states: Tensor, task: str) -> Tensor:
-        """Return the output [N, size] of pooled states [N, hidden], in float32 or the model's dtype."""
+        """Return the embeddings or scores [N, size] of pooled states [N, hidden], in float32 or the model's
+        dtype."""
         if task in self.task_heads:
             return self.task_heads[task](states.to(self.dtype))
         if self.classifier is None:

@@ -122,7 +122,7 @@ class ConstrainedRows:
         self._index = to_device(at, logits.device)
         self._logits = logits.index_select(0, self._index)
 
-    def revive(self, logits: Tensor) -> None:
+    def restore(self, logits: Tensor) -> None:
         """Restore the copied logits of rows in which the further restrictions left no token."""
         now = logits.index_select(0, self._index)
         empty = now.amax(dim=-1, keepdim=True) == -torch.inf

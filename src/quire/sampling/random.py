@@ -92,7 +92,8 @@ def _rank_floors(
 
 
 def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
-    """Return the least logit of the smallest set of best tokens with `top_p` of the mass above `floor`."""
+    """Return the least logit of the smallest set of best tokens with `top_p` of the probability above
+    `floor`."""
     peak = best[:, :1]
     target_mass = top_p * _weights(logits, floor, peak).sum(dim=-1, keepdim=True, dtype=torch.float64)
     higher, reached = _find_mass(best, floor, peak, target_mass)

@@ -111,11 +111,11 @@ class Sampler:
         vocabulary if adapters add tokens.
 
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row;
-        num_tokens is the position of the new token. A row that occurs several times in succession samples at
-        successive positions, as if its drafts were accepted. `sampled_in_graph` are the tokens that
-        `self.sample` gave for the unchanged logits, for rows without special features. `tensors` are the
-        parameters of N rows on the device. `masks` constrain some of the rows, and are applied first.
-        `resample` may mask and sample at once for rows without special features.
+        num_tokens is the position of the new token. A row with draft tokens occurs several times in
+        succession, and samples at successive positions, as if its drafts were accepted. `sampled_in_graph`
+        are the tokens that `self.sample` gave for the unchanged logits, for rows without special features.
+        `tensors` are the parameters of N rows on the device. `masks` constrain some of the rows, and are
+        applied first. `resample` may mask and sample at once for rows without special features.
         """
         assert len(logits) == len(rows) and logits.shape[1] >= self.vocab
         if not len(rows):
@@ -134,10 +134,10 @@ class Sampler:
         history = History(tokens, num_tokens, prompt_lens)
         step = rows_at_once(self.vocab) if self.processors is None else len(rows)
         if len(rows) <= step and not (rows[1:] == rows[:-1]).any():
-            return self._special(logits, rows, state, history, tensors, masks.rows)
-        return self._in_parts(logits, rows, state, history, tensors, masks)
+            return self._sample_rows(logits, rows, state, history, tensors, masks.rows)
+        return self._sample_in_parts(logits, rows, state, history, tensors, masks)
 
-    def _in_parts(
+    def _sample_in_parts(
         self,
         logits: Tensor,
         rows: Ints,
@@ -158,7 +158,7 @@ class Sampler:
                 index = to_device(at, self.device)
                 columns = tensors and SamplingTensors(*(column.index_select(0, index) for column in tensors))
                 moved = history._replace(num_tokens=history.num_tokens + draw)
-                part = self._special(
+                part = self._sample_rows(
                     logits.index_select(0, index), rows[at], state, moved, columns, constrained
                 )
                 sampled.token_ids.index_copy_(0, index, part.token_ids)
@@ -167,7 +167,7 @@ class Sampler:
                 sampled.sampling_masks |= part.sampling_masks
         return sampled
 
-    def _special(
+    def _sample_rows(
         self,
         logits: Tensor,
         rows: Ints,
@@ -189,7 +189,7 @@ class Sampler:
         raw = logits.index_select(0, index) if self.raw and len(with_logprobs) else None
         logits = adjust(logits, rows, state, history, self.counts, self._process)
         if constrained_rows is not None:
-            constrained_rows.revive(logits)
+            constrained_rows.restore(logits)
         is_late = self.processors is not None and len(self.processors.invariant) > 0
         if self.sample is not None and tensors is not None and self.raw and not is_late:
             token_ids = self.sample(logits, tensors)

@@ -148,8 +148,8 @@ class GridTower(Tower):
         return None
 
     def _flat(self, pixels: Tensor) -> Tensor:
-        """Flatten [steps, height, width, *patch] to [patches, numbers of a patch]; repeat the frame of an
-        image to fill the patch's time axis."""
+        """Flatten [steps, height, width, *patch] to [patches, size of a patch]; repeat the frame of an image
+        to fill the patch's time axis."""
         flat: Tensor = pixels.flatten(0, 2).flatten(1).unflatten(1, (self.facts.channels, -1))
         return flat.repeat(1, 1, self.facts.frames * self.facts.patch**2 // flat.shape[2]).flatten(1)
 
