@@ -53,16 +53,14 @@ class AnyresProcessor(ImageProcessor):
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
         side = self.facts.vit.image
-        parts = tiled(
-            self._padded(image, best_shape(image.size[::-1], self.facts.shapes), keys), (side, side)
-        )
+        parts = tiled(self._padded(image, keys), (side, side))
         tiles = np.concatenate((self.resize_to_square(image, keys)[None], parts))
         arrays = scaling(tiles) | self._order(image.size[::-1])
         return ProcessedItem([self.image_id] * arrays["places"].shape[0], arrays=arrays)
 
-    def _padded(self, image: Image.Image, shape: Size, keys: ConfigReader) -> Pixels:
-        """Resize an image to fit into the shape, a height and width, and center it on black."""
-        high, wide = shape
+    def _padded(self, image: Image.Image, keys: ConfigReader) -> Pixels:
+        """Resize an image to fit into the best shape for it, and center it on black."""
+        high, wide = shape = best_shape(image.size[::-1], self.facts.shapes)
         size = fit_size(image.size[::-1], shape, rounding=math.ceil)
         out = np.zeros((high, wide, 3), np.uint8)
         top, left = (high - size[0]) // 2, (wide - size[1]) // 2
@@ -70,12 +68,10 @@ class AnyresProcessor(ImageProcessor):
         return out
 
     def _order(self, image: Size) -> Arrays:
-        facts = self.facts
-        numbers, weights = order_of(
-            image, best_shape(image, facts.shapes), facts.vit.image, facts.vit.side, facts.most_tiles
-        )
+        facts, shape = self.facts, best_shape(image, self.facts.shapes)
+        numbers, weights = order_of(image, shape, facts.vit.image, facts.vit.side, facts.most_tiles)
         rows, columns = numbers.shape[:2]
-        behind = facts.tokens * (1 + math.prod(best_shape(image, facts.shapes)) // facts.vit.image**2)
+        behind = facts.tokens * (1 + math.prod(shape) // facts.vit.image**2)
         numbers = np.concatenate((facts.tokens + numbers, np.full((rows, 1, numbers.shape[2]), behind)), 1)
         base = np.repeat(np.arange(facts.tokens)[:, None], numbers.shape[2], 1)
         places = np.concatenate((base, numbers.reshape(-1, numbers.shape[2]))).astype(np.int32)

@@ -95,8 +95,7 @@ def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
     last, rate = count - 1, settings.fps or 2.0
     seconds = round(last / fps) + 1
     if seconds <= settings.max_seconds:
-        times = [i / rate for i in range(max(math.floor(seconds * rate), 1))]
-        chosen = [min(last, math.ceil(i * fps / rate)) for i in range(len(times))]
+        chosen = [min(last, math.ceil(i * fps / rate)) for i in range(max(math.floor(seconds * rate), 1))]
     else:
         num_sampled = int(settings.max_seconds * rate)
         chosen = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, num_sampled)]
