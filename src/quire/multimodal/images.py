@@ -116,15 +116,15 @@ class PixelScaling:
         cls, keys: ConfigReader, mean: tuple[float, ...], std: tuple[float, ...], *, is_narrow: bool = False
     ) -> "PixelScaling":
         scale = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else None
-        finish = cls(scale, None, None, is_narrow)
+        scaling = cls(scale, None, None, is_narrow)
         if keys.flag("do_normalize", True):
             means, stds = _per_channel(keys, "image_mean", mean), _per_channel(keys, "image_std", std)
-            finish = cls(scale, means, stds, is_narrow)
-        if not np.abs(finish._table).max() < _LARGEST:
+            scaling = cls(scale, means, stds, is_narrow)
+        if not np.abs(scaling._table).max() < _LARGEST:
             raise ConfigError(
                 f"{keys.source}: rescale_factor, image_mean and image_std make pixel values too large"
             )
-        return finish
+        return scaling
 
     @cached_property
     def _table(self) -> NDArray[np.float32]:

@@ -58,7 +58,7 @@ def sample_frames(
     if len(indices) != count or not count:
         raise RequestError(f"a video has {count} frames and {len(indices)} frame indices")
     fps = video.source_fps or (video.fps and video.fps * total / count)
-    if not settings.samples or (video.indices and not settings.is_requested):
+    if not settings.samples_frames or (video.indices and not settings.is_requested):
         return list(range(count)), indices, fps
     chosen = _SAMPLERS[times](count, video.fps or USUAL_FPS, settings)
     return chosen, [indices[i] for i in chosen], fps
