@@ -70,8 +70,7 @@ def video_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
 
 
 def processor_settings(path: Path) -> ConfigReader:
-    """Read processor_config.json, the settings of the processor of images and text; empty if it is
-    missing."""
+    """Read processor_config.json, the settings for images and text together; empty if it is missing."""
     file = path / "processor_config.json"
     return ConfigReader(str(file), read_json(file) if file.is_file() else {})
 
@@ -147,8 +146,7 @@ class PixelScaling:
         )
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return normalized pixels as floats, transposed from [..., height, width, 3] to [..., 3, height,
-        width]."""
+        """Return normalized floats, transposed from [..., height, width, 3] to [..., 3, height, width]."""
         return np.stack([self._table[i][pixels[..., i]] for i in range(3)], axis=-3)
 
     def to_arrays(self, **arrays: NDArray[np.uint8]) -> Arrays:

@@ -86,8 +86,7 @@ class ProcessorCache:
     # ---- shared memory
 
     def _store(self, arena: SharedArena, arrays: Arrays) -> SharedObject | None:
-        """Store arrays in shared memory, evicting the oldest unused items; return None if there is no
-        space."""
+        """Store arrays in shared memory, and evict the oldest unused items; return None without space."""
         if (size := size_of(arrays)) > arena.max_parcel_bytes:
             _warn(size, "mm_shm_cache_max_object_size_mb", arena.max_parcel_bytes)
             return None
@@ -144,8 +143,7 @@ class ProcessorCache:
         return self._core_keys is not None and key in self._core_keys
 
     def outgoing(self, media: Media, *, all_arrays: bool = False) -> Media:
-        """Return the media to send to the engine core: without arrays that the core has, unless
-        `all_arrays`."""
+        """Return the media to send to the engine core: without arrays that it has, unless `all_arrays`."""
         if self._arena is not None:
             return self._refer_to_arena(self._arena, media, all_arrays)
         if self._core_keys is None:

@@ -35,8 +35,7 @@ _SLACK = 1.1
 
 
 class AnyresProcessor(ImageProcessor):
-    """Orders embeddings row by row over all tiles, without padding, and ends each row with a newline
-    embedding."""
+    """Orders embeddings row by row over all tiles, without padding; a newline embedding ends each row."""
 
     facts: AnyresFacts
 
@@ -155,8 +154,8 @@ def order_of(
 
 
 def _between(size: int, fewer: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return, for each of `fewer` points on a line of `size`, the indices before and after it and the weight
-    of the latter, as torch interpolates."""
+    """Interpolate a line of `size` points at `fewer` points as torch does: for each, return the indices of
+    the points before and after it, and the weight of the latter."""
     at = np.maximum((np.arange(fewer) + 0.5) * (size / fewer) - 0.5, 0)
     before = np.floor(at).astype(np.int64)
     return before, np.minimum(before + 1, size - 1), at - before

@@ -11,7 +11,7 @@ from quire.multimodal.processors import Video
 from quire.multimodal.processors.grid_settings import GridSettings
 
 USUAL_FPS = 24.0
-"""Frames per second of a video without metadata, as in transformers."""
+"""Frames per second that are assumed for a video without metadata, as in transformers."""
 
 
 class PatchSpans(NamedTuple):
