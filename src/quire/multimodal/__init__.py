@@ -1,2 +1,1 @@
-"""Images, videos and audio of prompts: fetching, decoding, processing, caching. No file here imports
-torch."""
+"""Images, videos and audio of prompts: fetching, decoding, processing, caching. Nothing imports torch."""

@@ -16,8 +16,7 @@ MAX_SAMPLES = 1 << 28
 """Maximum number of samples of a file, summed over its channels: 1.5 hours of mono audio at 48 kHz."""
 MAX_RATE = 768_000
 _MAX_SAMPLE = 1e12
-"""Maximum absolute sample. Clients may send unscaled 32-bit integers; the power of larger values may
-overflow."""
+"""Maximum absolute sample. Clients may send unscaled 32-bit integers; the power of more may overflow."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _SAMPLE_BYTES = 8
 """Bytes that are reserved per sample while decoding: for an intermediate copy and for the float32 result."""

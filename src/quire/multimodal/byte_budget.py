@@ -54,8 +54,8 @@ class ByteBudget:
             released.wait()
 
     def _try_take(self, hold: "BudgetHold", num_bytes: int, wake: Callable[[], object]) -> bool:
-        """Try to reserve bytes; return whether enough are free. If not, `wake` is called when any are
-        released."""
+        """Reserve bytes if enough are free, and return whether they are. If not, `wake` is called at a
+        release."""
         with self._lock:
             self._holds.setdefault(hold)
             if num_bytes <= self._left or next(iter(self._holds)) is hold:

@@ -14,8 +14,7 @@ __all__ = ["DecodeLimits", "decode"]
 
 
 def decode(modality: str, blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Content:
-    """Decode the file of an item by its media_io_kwargs `options`; raise a RequestError if it is invalid or
-    too large."""
+    """Decode the file of an item with media_io_kwargs `options`; raise a RequestError if it is invalid."""
     if modality == "image":
         return decode_image(blob.parts[0], options, limits)
     if modality == "audio":

@@ -11,8 +11,7 @@ _COMMENT = 0xFE
 
 
 def count_frames(data: bytes) -> int:
-    """Count the frames of a GIF file; raise a RequestError for too many blocks. Truncated files are not
-    detected."""
+    """Count the frames of a GIF file; raise a RequestError for too many. Truncated files are not detected."""
     place = 13 + _table_bytes(data[10:11])
     frames = blocks = comments = 0
     while place < len(data) and data[place] != _END:

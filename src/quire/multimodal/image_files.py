@@ -59,8 +59,7 @@ def pixel_bytes(image: Image.Image) -> int:
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = _WHITE) -> Image.Image:
-    """Convert an image to RGB: transparent pixels show the background; 16-bit values keep the upper 8
-    bits."""
+    """Convert an image to RGB: transparency shows the background, 16-bit values keep the upper 8 bits."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.mode.startswith("I"):

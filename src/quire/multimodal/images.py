@@ -70,8 +70,7 @@ def video_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
 
 
 def processor_settings(path: Path) -> ConfigReader:
-    """Read processor_config.json, the settings of the processor of images and text; empty if it is
-    missing."""
+    """Read processor_config.json, the settings for images and text together; empty if it is missing."""
     file = path / "processor_config.json"
     return ConfigReader(str(file), read_json(file) if file.is_file() else {})
 
@@ -116,15 +115,15 @@ class PixelScaling:
         cls, keys: ConfigReader, mean: tuple[float, ...], std: tuple[float, ...], *, is_narrow: bool = False
     ) -> "PixelScaling":
         scale = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else None
-        finish = cls(scale, None, None, is_narrow)
+        scaling = cls(scale, None, None, is_narrow)
         if keys.flag("do_normalize", True):
             means, stds = _per_channel(keys, "image_mean", mean), _per_channel(keys, "image_std", std)
-            finish = cls(scale, means, stds, is_narrow)
-        if not np.abs(finish._table).max() < _LARGEST:
+            scaling = cls(scale, means, stds, is_narrow)
+        if not np.abs(scaling._table).max() < _LARGEST:
             raise ConfigError(
                 f"{keys.source}: rescale_factor, image_mean and image_std make pixel values too large"
             )
-        return finish
+        return scaling
 
     @cached_property
     def _table(self) -> NDArray[np.float32]:
@@ -147,8 +146,7 @@ class PixelScaling:
         )
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return normalized pixels as floats, transposed from [..., height, width, 3] to [..., 3, height,
-        width]."""
+        """Return normalized floats, transposed from [..., height, width, 3] to [..., 3, height, width]."""
         return np.stack([self._table[i][pixels[..., i]] for i in range(3)], axis=-3)
 
     def to_arrays(self, **arrays: NDArray[np.uint8]) -> Arrays:

@@ -48,8 +48,7 @@ class MediaInput:
     salt: str | None = None
     """Cache salt of the request. Items with a uuid are shared only by requests with the same salt."""
     scope: str = ""
-    """Cache scope of the request, such as its API key. Items of different scopes have different cache
-    keys."""
+    """Cache scope of the request, such as its API key. Items of two scopes have different cache keys."""
 
     @property
     def text(self) -> str | None:

@@ -21,8 +21,7 @@ _KAISER_BETA = 10.0
 _POINTS = 2048
 """Points of the filter's table between two zero crossings."""
 _PHASES = 1000
-"""Maximum number of phases of the filter. Other ratios of sample rates are approximated to some
-millionths."""
+"""Maximum number of filter phases. Other ratios of sample rates are approximated to some millionths."""
 _AT_ONCE = 1 << 14
 """Output samples that are computed at once."""
 _LEAST_HZ = 1000

@@ -30,7 +30,7 @@ T = TypeVar("T")
 Options = Mapping[str, Any]
 
 _AT_ONCE = 16
-"""Maximum number of items of one request that are prepared concurrently."""
+"""Maximum number of images, videos and audio of one request that are processed concurrently."""
 _REQUESTS = 4
 """Number of requests that may have the maximum of media bytes in memory at once; further requests wait."""
 _LONG = 1 << 17
@@ -41,7 +41,7 @@ _TEXTS_BYTES, _TEXT_BYTES = 16 << 20, 512
 
 @dataclass(slots=True)
 class PreparedItem:
-    """A processed item with its cache key."""
+    """A processed image, video or audio with its cache key."""
 
     modality: str
     key: bytes
@@ -51,7 +51,7 @@ class PreparedItem:
 
 
 class RawItem(NamedTuple):
-    """An unprocessed item with its mm_processor_kwargs and media_io_kwargs."""
+    """An unprocessed image, video or audio with its mm_processor_kwargs and media_io_kwargs."""
 
     item: MediaInput
     arguments: Options
@@ -92,7 +92,7 @@ class MediaProcessor:
         *,
         max_tokens: int | None = None,
     ) -> None:
-        """Limit the placeholder tokens of a prompt to `max_tokens`; None: no limit."""
+        """Placeholder tokens of a prompt are limited to `max_tokens`; None: no limit."""
         self.processor = processor
         self.processor_cache = ProcessorCache(0) if processor_cache is None else processor_cache
         self._max_tokens = max_tokens

@@ -134,17 +134,13 @@ class ProcessorCache:
     def lacks(self, media: Media) -> bool:
         """Return whether the arrays of any item are neither in the item, in shared memory nor in the engine
         core."""
+        core_keys = self._core_keys or ()
         return any(
-            item.arrays is None and item.stored is None and not self._is_in_core(item.key)
-            for item in media.items
+            item.arrays is None and item.stored is None and item.key not in core_keys for item in media.items
         )
 
-    def _is_in_core(self, key: bytes) -> bool:
-        return self._core_keys is not None and key in self._core_keys
-
     def outgoing(self, media: Media, *, all_arrays: bool = False) -> Media:
-        """Return the media to send to the engine core: without arrays that the core has, unless
-        `all_arrays`."""
+        """Return the media to send to the engine core: without arrays that it has, unless `all_arrays`."""
         if self._arena is not None:
             return self._refer_to_arena(self._arena, media, all_arrays)
         if self._core_keys is None:

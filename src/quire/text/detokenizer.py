@@ -12,7 +12,7 @@ _CONTEXT = 6
 
 
 class Detokenizer:
-    """Converts the output tokens of a request to text, by `read` or, for stop strings, `push` and
+    """Converts the output tokens of a request to text: `read` or, for stop strings, `push` and
     `take_delta`."""
 
     def __init__(
@@ -120,7 +120,7 @@ class _ByteStream:
         self._utf8.decode(self._bytes(prompt_ids[-_CONTEXT:]))
         self._at_start = table.strips_first_space and not any(self._bytes([i]) for i in prompt_ids)
         self._at_boundary = self._is_at_boundary()
-        """Whether the next token begins a character, so that its cached text applies."""
+        """Whether the next token begins a new character, so that it has the same text as alone."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         if self._at_boundary:

@@ -255,7 +255,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 
 
 def _added_tokens(tokens: Sequence[str], metadata: Mapping[str, Any], *, special: bool) -> list[AddedToken]:
-    """Return the added tokens, which are matched before pre-tokenization."""
+    """Return the special tokens, or the user-defined ones, which are matched before texts are split."""
     types = metadata.get("tokenizer.ggml.token_type")
     if types is None:
         named = _special_tokens(metadata, tokens)

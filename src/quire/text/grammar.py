@@ -54,7 +54,7 @@ _CLASSES = {r"\d": "[:digit:]", r"\D": "[:^digit:]", r"\w": "[:word:]", r"\W": "
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens that a grammar is compiled against."""
+    """The model's tokens, against which grammars are compiled."""
 
     tokens: Sequence[bytes]
     """Bytes of each token, for the larger of the model's and the tokenizer's vocabulary."""
@@ -130,7 +130,7 @@ class Grammars:
         return self._add(key, params, lexers).new_matcher() if matcher is None else matcher
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Raise the errors of `compile`. For a cached grammar, this only takes a lookup."""
+        """Raise a RequestError if `compile` would. For a cached grammar, this only takes a lookup."""
         key = digest_of(params)
         with self._lock:
             lexers = self._compiled.get(key)
@@ -138,8 +138,7 @@ class Grammars:
             self._add(key, params, None)
 
     def _add(self, key: bytes, params: StructuredOutputsParams, lexers: Lexers | None) -> Lexer:
-        """Compile a lexer of a grammar and cache it. `lexers` has the cached lexers of the grammar, if
-        any."""
+        """Compile a lexer of a grammar and cache it. `lexers` has those that are cached already, if any."""
         params = msgspec.structs.replace(params, **self._switches)
         grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()
@@ -181,8 +180,7 @@ class Grammars:
             self._is_slow = self.fills_in_thread and time.perf_counter() - started > SLOW_FILL_S
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
-        """Advance pairs of a matcher and its next token, and return the verdicts, as `Matcher.advance`
-        does."""
+        """Advance matchers, each by its next token, and return the verdicts, as `Matcher.advance` does."""
         if len(steps) < MIN_PARALLEL:
             return [matcher.advance(token_id) for matcher, token_id in steps]
         for matcher, _ in steps:
@@ -219,8 +217,7 @@ class Grammars:
         return matcher
 
     def open(self) -> "LLTokenizer":
-        """Return llguidance's tokenizer of the vocabulary. The first call takes about a second to build
-        it."""
+        """Return llguidance's tokenizer of the vocabulary. The first call takes about a second."""
         with self._opening:
             if self._tokenizer is None:
                 try:
@@ -314,8 +311,8 @@ def _from_regex(regex: str, params: StructuredOutputsParams) -> str:
 
 
 def plain_classes(regex: str) -> str:
-    r"""Return the regex with \d and \w restricted to ASCII, as in JSON schema patterns. In the library, \d
-    and \w match all Unicode digits and letters."""
+    r"""Return the regex with \d and \w restricted to ASCII, as in JSON schema patterns. In llguidance, \d and
+    \w match all Unicode digits and letters."""
     parts, depth, at_class_start = [], 0, False
     for part in re.findall(r"\\.|\[\^?|.", regex, re.DOTALL):
         named = _CLASSES.get(part)

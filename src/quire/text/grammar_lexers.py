@@ -31,7 +31,7 @@ MAX_SEQUENCES_PER_LEXER = 64
 MAX_COMPILE_S = 0.5
 """Maximum CPU seconds to compile the lexers of one grammar. Beyond that, sequences share lexers."""
 MAX_REASON_CHARS = 500
-"""Maximum length in characters of a library error that is logged or sent to a client."""
+"""Maximum length in characters of an error of llguidance that is logged or sent to a client."""
 
 _ENDS: dict[str, Verdict] = {
     "NotStopped": "",
@@ -53,12 +53,12 @@ class Matcher:
         lexer.users.add(self)
 
     def advance(self, token_id: int) -> Verdict:
-        """Consume the next token of the sequence, and return whether and how the sequence ends."""
+        """Advance by the next token of the sequence; return whether and how the sequence ends with it."""
         self.lexer.num_tokens += 1
         return self.verdict(self.inner.consume_token(token_id))
 
     def verdict(self, is_accepted: bool) -> Verdict:
-        """Return the verdict for the last token; `is_accepted` is whether the grammar accepted the token."""
+        """Return whether and how the sequence ends after a token, which the grammar has accepted or not."""
         if is_accepted and not self.inner.is_stopped():
             return ""
         verdict = _ENDS.get(self.inner.stop_reason()) if is_accepted else None
@@ -93,7 +93,7 @@ class Lexer:
         self._num_sequences = 0
         self.users: WeakSet[Matcher] = WeakSet()
         self.is_spent = False
-        """Whether the lexer may have too many states for further sequences."""
+        """Whether the lexer may have too many states to be used for further sequences."""
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +113,7 @@ class Lexers:
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
-        """Source text of the grammar."""
+        """Source text of the grammar that the lexers are compiled from."""
         self._all: list[Lexer] = []
 
     def __len__(self) -> int:
@@ -186,6 +186,6 @@ class LexerCache:
 
 
 def shorten(reason: str) -> str:
-    """Return the text of a library error without the parser state, limited in length."""
+    """Return the text of an error of llguidance without the parser state, limited in length."""
     short = re.split("\n<(?:state|non-verbose)", reason, maxsplit=1)[0].strip()
     return short if len(short) <= MAX_REASON_CHARS else short[:MAX_REASON_CHARS] + "..."

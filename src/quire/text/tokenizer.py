@@ -23,7 +23,7 @@ _SPACE = "▁"
 
 
 class Encoded(dict[str, Any]):
-    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as keys and as attributes."""
+    """Result of calling a tokenizer: `input_ids` and `attention_mask`, as dict items and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -232,7 +232,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenBytes | None:
-        """Return the bytes of each token, or None if the decoder does not work token by token."""
+        """Return the bytes of each token by id, or None if decoding does not work token by token."""
         steps = _decoder_steps(self.backend)
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:

@@ -19,11 +19,11 @@ class Video(NamedTuple):
     frames: NDArray[np.uint8]
     """RGB pixels, [frames, height, width, 3]."""
     fps: float | None = None
-    """Frames per second of `frames`; None: unknown."""
+    """Frames per second of this video; None: unknown."""
     total_frames: int = 0
-    """Number of frames of the source video; 0: `frames` has all of them."""
+    """Number of frames of the source video; 0: this video has all of them."""
     indices: tuple[int, ...] = ()
-    """Indices of `frames` in the source video; empty: `frames` has all."""
+    """Indices of the frames in the source video; empty: this video has all of them."""
     source_fps: float | None = None
     """Frames per second of the source video; None: unknown."""
 
@@ -42,12 +42,12 @@ class Audio(NamedTuple):
 
 
 Content = Image.Image | Video | Audio
-"""A decoded item; images are RGB."""
+"""A decoded image, video or audio; images are RGB."""
 
 
 @dataclass(slots=True)
 class ProcessedItem:
-    """A processed item: its placeholder tokens and the inputs of the encoder."""
+    """A processed image, video or audio: its placeholder tokens and the inputs of the encoder."""
 
     token_ids: list[int]
     """The item's span: tokens that replace its mark, the placeholder that chat templates write."""
@@ -107,7 +107,7 @@ class RewritesText(Protocol):
     """A processor that rewrites prompts before tokenization, such as placeholders that are not tokens."""
 
     def rewrite_text(self, text: str) -> str:
-        """Return the text to tokenize for a prompt with media."""
+        """Return the text to tokenize for the text of a prompt with images, videos or audio."""
 
 
 def rewrites_text(processor: "Processor") -> TypeGuard[RewritesText]:
@@ -119,8 +119,7 @@ class MergesTokens(Protocol):
     """A processor with spans whose first or last token, such as a newline, may merge with adjacent text."""
 
     def joined(self, before: int, after: int) -> int | None:
-        """Return the token that adjacent tokens at the edge of a span merge into; None if they do not
-        merge."""
+        """Return the token that two tokens at the edge of a span merge into; None if they do not merge."""
 
 
 def merges_tokens(processor: "Processor") -> TypeGuard[MergesTokens]:

@@ -35,8 +35,7 @@ _SLACK = 1.1
 
 
 class AnyresProcessor(ImageProcessor):
-    """Orders embeddings row by row over all tiles, without padding, and ends each row with a newline
-    embedding."""
+    """Orders embeddings row by row over all tiles, without padding; a newline embedding ends each row."""
 
     facts: AnyresFacts
 
@@ -53,16 +52,14 @@ class AnyresProcessor(ImageProcessor):
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
         side = self.facts.vit.image
-        parts = tiled(
-            self._padded(image, best_shape(image.size[::-1], self.facts.shapes), keys), (side, side)
-        )
+        parts = tiled(self._padded(image, keys), (side, side))
         tiles = np.concatenate((self.resize_to_square(image, keys)[None], parts))
         arrays = scaling(tiles) | self._order(image.size[::-1])
         return ProcessedItem([self.image_id] * arrays["places"].shape[0], arrays=arrays)
 
-    def _padded(self, image: Image.Image, shape: Size, keys: ConfigReader) -> Pixels:
-        """Resize an image to fit into the shape, a height and width, and center it on black."""
-        high, wide = shape
+    def _padded(self, image: Image.Image, keys: ConfigReader) -> Pixels:
+        """Resize an image to fit into the best shape for it, and center it on black."""
+        high, wide = shape = best_shape(image.size[::-1], self.facts.shapes)
         size = fit_size(image.size[::-1], shape, rounding=math.ceil)
         out = np.zeros((high, wide, 3), np.uint8)
         top, left = (high - size[0]) // 2, (wide - size[1]) // 2
@@ -70,12 +67,10 @@ class AnyresProcessor(ImageProcessor):
         return out
 
     def _order(self, image: Size) -> Arrays:
-        facts = self.facts
-        numbers, weights = order_of(
-            image, best_shape(image, facts.shapes), facts.vit.image, facts.vit.side, facts.most_tiles
-        )
+        facts, shape = self.facts, best_shape(image, self.facts.shapes)
+        numbers, weights = order_of(image, shape, facts.vit.image, facts.vit.side, facts.most_tiles)
         rows, columns = numbers.shape[:2]
-        behind = facts.tokens * (1 + math.prod(best_shape(image, facts.shapes)) // facts.vit.image**2)
+        behind = facts.tokens * (1 + math.prod(shape) // facts.vit.image**2)
         numbers = np.concatenate((facts.tokens + numbers, np.full((rows, 1, numbers.shape[2]), behind)), 1)
         base = np.repeat(np.arange(facts.tokens)[:, None], numbers.shape[2], 1)
         places = np.concatenate((base, numbers.reshape(-1, numbers.shape[2]))).astype(np.int32)
@@ -159,8 +154,8 @@ def order_of(
 
 
 def _between(size: int, fewer: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return, for each of `fewer` points on a line of `size`, the indices before and after it and the weight
-    of the latter, as torch interpolates."""
+    """Interpolate a line of `size` points at `fewer` points as torch does: for each, return the indices of
+    the points before and after it, and the weight of the latter."""
     at = np.maximum((np.arange(fewer) + 0.5) * (size / fewer) - 0.5, 0)
     before = np.floor(at).astype(np.int64)
     return before, np.minimum(before + 1, size - 1), at - before

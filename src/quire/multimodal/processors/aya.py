@@ -1,4 +1,4 @@
-"""Aya Vision and Command A Vision: an image in tiles and as a whole, with tokens between them."""
+"""Aya Vision and Command A Vision: an image in tiles and as a whole, with marker tokens between them."""
 
 from pathlib import Path
 
@@ -44,8 +44,7 @@ class AyaProcessor(TiledProcessor):
 
 
 class Cohere2VisionProcessor(AyaProcessor):
-    """Command A Vision: a line-break token follows each tile. The placeholder in prompts is the image
-    token."""
+    """Command A Vision: a line-break token follows each tile. The placeholder is the image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer)

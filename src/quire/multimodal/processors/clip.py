@@ -15,7 +15,7 @@ class DualProcessor(LlavaProcessor):
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer)
         self.empty = {*tokenizer.encode("")}
-        """Special tokens of an empty text."""
+        """Ids of the special tokens to which an empty text is encoded."""
 
     def text(self, modality: str, number: int) -> str:
         return ""

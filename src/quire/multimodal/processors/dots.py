@@ -35,7 +35,7 @@ class DotsProcessor(SpanProcessor):
         size = settings.size_of(content.height, content.width)
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
         count = math.prod(pixels.shape[:3]) // settings.merge**2
-        return ProcessedItem([self.image_id] * count, arrays=settings.finish.to_arrays(pixels=pixels))
+        return ProcessedItem([self.image_id] * count, arrays=settings.scaling.to_arrays(pixels=pixels))
 
     def max_vectors(self, modality: str) -> int:
         return self.settings.max_vectors()

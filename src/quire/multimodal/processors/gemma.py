@@ -34,8 +34,7 @@ class NewlineTokens:
 
 
 class Gemma3Processor(ImageProcessor):
-    """The placeholder in prompts is the begin-of-image token; newlines around the span merge with the
-    text's."""
+    """The placeholder is the begin-of-image token; newlines around the span merge with those of the text."""
 
     arguments = (
         *IMAGE_ARGUMENTS,

@@ -24,7 +24,7 @@ from quire.text.tokenizer import Tokenizer
 _LONGEST = 480000
 """Maximum number of audio samples."""
 _UNIT = 128
-"""Samples are padded with silence to a multiple of this number."""
+"""Number of samples to a multiple of which audio is padded with silence."""
 
 
 class Gemma3nProcessor(SpanProcessor):
@@ -69,7 +69,7 @@ class Gemma3nProcessor(SpanProcessor):
         return self._span
 
     def _log_mel(self, samples: Samples) -> NDArray[np.float32]:
-        """Return the log-mel spectrogram, [frames, mels]."""
+        """Return the log-mel spectrogram of samples, [frames, mels]."""
         keys, frame = self.settings, self.frame
         padded = np.pad(samples, (0, -len(samples) % _UNIT)) * keys.number("input_scale_factor", 1.0)
         frames = np.lib.stride_tricks.sliding_window_view(padded, frame + 1)[:: self.hop]

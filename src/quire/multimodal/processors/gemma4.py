@@ -47,8 +47,7 @@ class Gemma4Processor(ImageProcessor):
         return most
 
     def _size(self, image: Size, most: int) -> Size:
-        """Return the largest size of at most `most` squares of patches with about the image's aspect
-        ratio."""
+        """Return the largest size of at most `most` squares of patches, with about the image's shape."""
         unit, factor = self.unit, math.sqrt(most * self.unit**2 / (image[0] * image[1]))
         height, width = (int(factor * side / unit) * unit for side in image)
         if height == 0:

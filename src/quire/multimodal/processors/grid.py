@@ -11,7 +11,7 @@ from quire.multimodal.processors import Video
 from quire.multimodal.processors.grid_settings import GridSettings
 
 USUAL_FPS = 24.0
-"""Frames per second of a video without metadata, as in transformers."""
+"""Frames per second that are assumed for a video without metadata, as in transformers."""
 
 
 class PatchSpans(NamedTuple):
@@ -58,7 +58,7 @@ def sample_frames(
     if len(indices) != count or not count:
         raise RequestError(f"a video has {count} frames and {len(indices)} frame indices")
     fps = video.source_fps or (video.fps and video.fps * total / count)
-    if not settings.samples or (video.indices and not settings.is_requested):
+    if not settings.samples_frames or (video.indices and not settings.is_requested):
         return list(range(count)), indices, fps
     chosen = _SAMPLERS[times](count, video.fps or USUAL_FPS, settings)
     return chosen, [indices[i] for i in chosen], fps
@@ -95,8 +95,7 @@ def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
     last, rate = count - 1, settings.fps or 2.0
     seconds = round(last / fps) + 1
     if seconds <= settings.max_seconds:
-        times = [i / rate for i in range(max(math.floor(seconds * rate), 1))]
-        chosen = [min(last, math.ceil(i * fps / rate)) for i in range(len(times))]
+        chosen = [min(last, math.ceil(i * fps / rate)) for i in range(max(math.floor(seconds * rate), 1))]
     else:
         num_sampled = int(settings.max_seconds * rate)
         chosen = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, num_sampled)]

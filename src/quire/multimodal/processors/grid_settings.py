@@ -44,11 +44,11 @@ class GridSettings:
     most: int
     counts_frames: bool = False
     """Whether `least` and `most` are for all frames of a video together, not for each frame."""
-    lifts: bool = False
+    enlarges_sides: bool = False
     """Whether a side shorter than `unit` is enlarged to `unit`, and the other side in proportion."""
-    finish: PixelScaling
+    scaling: PixelScaling
     resample: Image.Resampling
-    samples: bool = False
+    samples_frames: bool = False
     """Whether frames are sampled from a video of which all frames were decoded."""
     is_requested: bool = False
     """Whether the request sets sampling options, which then apply to videos that were sampled before, too."""
@@ -73,9 +73,9 @@ class GridSettings:
         if self.counts_frames and min(height, width) < unit:
             scale = max(unit / height, unit / width)
             height, width = int(height * scale), int(width * scale)
-        if self.lifts and height < unit:
+        if self.enlarges_sides and height < unit:
             height, width = unit, round(width * unit / height)
-        if self.lifts and width < unit:
+        if self.enlarges_sides and width < unit:
             height, width = round(height * unit / width), unit
         if max(height, width) > _MAX_UNEQUAL * min(height, width):
             raise RequestError(
@@ -155,17 +155,17 @@ def _whole(field: str) -> Reads:
 def _rate(name: str, value: Any) -> dict[str, Any]:
     if not _is_number(value) or value > _MAX_FPS:
         raise _wrong(name, value, f"a positive number, {_MAX_FPS} at most")
-    return {"fps": float(value), "num_frames": None, "samples": True, "is_requested": True}
+    return {"fps": float(value), "num_frames": None, "samples_frames": True, "is_requested": True}
 
 
 def _count(name: str, value: Any) -> dict[str, Any]:
-    return _whole("num_frames")(name, value) | {"fps": None, "samples": True, "is_requested": True}
+    return _whole("num_frames")(name, value) | {"fps": None, "samples_frames": True, "is_requested": True}
 
 
 def _flag(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise _wrong(name, value, "true or false")
-    return {"samples": value, "is_requested": value}
+    return {"samples_frames": value, "is_requested": value}
 
 
 def _size(name: str, value: Any) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def read_settings(path: Path, facts: MediaFacts) -> dict[str, GridSettings]:
     images = stored_settings(path)
     videos = video_settings(path, stored_settings(path, "video_processor"))
     return {
-        "image": replace(_read(images, facts, "image"), samples=False, max_frames=1),
+        "image": replace(_read(images, facts, "image"), samples_frames=False, max_frames=1),
         "video": _read(videos, facts, "video"),
     }
 
@@ -217,6 +217,7 @@ def _read(keys: ConfigReader, facts: MediaFacts, modality: str) -> GridSettings:
     most = size.size("longest_edge", size.size("max_pixels", default[1]))
     is_timed = modality == "video" and bool(tower.times)
     is_half = facts.family == "qwen3_vl" and modality == "video"
+    mean, std = (HALF, HALF) if is_half else (CLIP_MEAN, CLIP_STD)
     return GridSettings(
         patch=keys.size("patch_size", tower.patch),
         frames=keys.size("temporal_patch_size", tower.frames),
@@ -224,12 +225,10 @@ def _read(keys: ConfigReader, facts: MediaFacts, modality: str) -> GridSettings:
         least=keys.size("min_pixels", least),
         most=keys.size("max_pixels", most),
         counts_frames=facts.family == "glm4v" or is_timed,
-        lifts=facts.family == "paddleocr_vl",
-        finish=PixelScaling.read(keys, HALF, HALF)
-        if is_half
-        else PixelScaling.read(keys, CLIP_MEAN, CLIP_STD),
+        enlarges_sides=facts.family == "paddleocr_vl",
+        scaling=PixelScaling.read(keys, mean, std),
         resample=resample_of(keys, Image.Resampling.BICUBIC),
-        samples=keys.flag("do_sample_frames", is_timed),
+        samples_frames=keys.flag("do_sample_frames", is_timed),
         fps=keys.optional_number("fps") or (2.0 if is_timed else None),
         num_frames=None if is_timed or not keys.get("num_frames") else keys.size("num_frames"),
         min_frames=keys.size("min_frames", 4),

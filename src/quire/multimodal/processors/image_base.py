@@ -51,8 +51,7 @@ def read_vectors(modality: str, embeds: Mapping[str, NDArray[Any]], hidden: int)
 
 
 class SpanProcessor:
-    """Base of processors that expand a mark, a placeholder of one token, to a span of image or audio
-    tokens."""
+    """Base of processors that expand a one-token placeholder (mark) to a span of image or audio tokens."""
 
     modalities: tuple[str, ...]
 
@@ -67,8 +66,7 @@ class SpanProcessor:
         return self.tokenizer.backend.id_to_token(self.mark) or ""
 
     def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
-        """Build the item of a span in which embeddings replace the image tokens or, if set, the tokens
-        `place`."""
+        """Build the item of a span in which embeddings replace the image tokens, or the tokens `place`."""
         places = np.asarray(token_ids) == (self.image_id if place is None else place)
         edges = np.flatnonzero(np.diff(places, prepend=False, append=False)).reshape(-1, 2)
         runs = [(int(first), int(end - first)) for first, end in edges]
@@ -164,7 +162,7 @@ class ImageProcessor(SpanProcessor):
             raise keys.wrong("size", f"{side} x {side} pixels")
 
     def expand(self, text: str) -> list[int]:
-        """Tokenize the text of a span, with each image token repeated for all embeddings of an image or
+        """Tokenize the text of a span; each image token is repeated for all embeddings of an image or
         tile."""
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]

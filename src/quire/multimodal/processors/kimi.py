@@ -55,9 +55,8 @@ class KimiVLProcessor(ImageProcessor):
         stored = stored.but(**inner) if isinstance(inner, dict) else stored
         self.settings = _with_current_names(stored, 16384)
         max_frame_patches = stored.get("in_patch_limit_each_frame") or self.settings.get("max_patches")
-        self.video_settings = _with_current_names(
-            video_settings(path, self.settings.but(max_patches=max_frame_patches, **_UNSET)), 4096
-        )
+        otherwise = self.settings.but(max_patches=max_frame_patches, in_token_limit=None, in_patch_limit=None)
+        self.video_settings = _with_current_names(video_settings(path, otherwise), 4096)
         frames = self.facts.frames
         if self.video_settings.size("temporal_patch_size", frames) != frames:
             raise self.video_settings.wrong("temporal_patch_size", f"{frames}, as the vision encoder has")
@@ -151,10 +150,6 @@ class KimiVLProcessor(ImageProcessor):
         columns = min(most // rows, longest)
         size = -(-columns // self.facts.merge) * side, -(-rows // self.facts.merge) * side
         return (MAX_FRAMES, *size) if modality == "video" else size
-
-
-_UNSET = {"in_token_limit": None, "in_patch_limit": None}
-"""Image settings that do not apply to videos."""
 
 
 def _with_current_names(stored: ConfigReader, most: int) -> ConfigReader:

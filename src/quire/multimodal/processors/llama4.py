@@ -1,4 +1,4 @@
-"""Llama 4: an image on the best-fitting canvas of tiles, and the whole image."""
+"""Llama 4: an image in a canvas (a grid of tiles), and the whole image."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -73,8 +73,9 @@ def canvases(side: int, most: int) -> NDArray[np.float32]:
 
 
 def best_canvas(image: Size, side: int, most: int, *, is_largest: bool) -> Size:
-    """Return the canvas that enlarges an image least or, if `is_largest`, most. If all canvases are smaller
-    than the image, return the one that shrinks it least. Among equals, return the smallest."""
+    """Return the canvas (height and width of a grid of tiles) that enlarges an image least or, if
+    `is_largest`, most. If no canvas is large enough, return the one that shrinks it least; among equals, the
+    smallest."""
     sizes = canvases(side, most)
     scales = (sizes / np.array(image, np.float32)).min(1)
     enlarging = scales[scales >= 1]

@@ -96,8 +96,8 @@ class MiniCPMVProcessor(ImageProcessor):
         return self._video_mark if modality == "video" else self.places[modality]
 
     def rewrite_text(self, text: str) -> str:
-        """Replace the placeholders of chat templates by tokens, with numbers before them if images are
-        numbered."""
+        """Replace the placeholders of chat templates by tokens, after the numbers of images if they have
+        any."""
         text = text.replace(_IMAGE_MARK, self.places["image"])
         if "video" in self.modalities:
             text = text.replace(_VIDEO_MARK, self._video_mark)

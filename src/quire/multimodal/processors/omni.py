@@ -1,4 +1,4 @@
-"""Qwen-Omni: images and videos as grids of patches, and audio of some minutes."""
+"""Qwen2.5-Omni and Qwen3-Omni: images and videos as grids of patches, and audio of some minutes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

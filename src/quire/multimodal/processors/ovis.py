@@ -19,7 +19,7 @@ from quire.multimodal.processors.tiling import TiledProcessor, grids
 from quire.text.tokenizer import Tokenizer
 
 _ENOUGH = 0.9
-"""Fraction of an image that its tiles must cover at full resolution."""
+"""Fraction of the pixels of an image that its tiles must show without shrinking."""
 
 
 class Ovis2Processor(TiledProcessor):
@@ -87,8 +87,7 @@ def covering(size: Size, side: int, most: int) -> Size:
 
 
 def _shown(size: Size, grid: Size, side: int) -> float:
-    """Return the number of pixels that remain if an image is cut by `grid`, and large parts shrink to a
-    tile."""
+    """Return the number of pixels that remain if an image is cut by `grid` and parts shrink to tiles."""
     edges = [
         [length // count] * (count - 1) + [length - length // count * (count - 1)]
         for length, count in zip(size, grid, strict=True)

@@ -15,8 +15,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class PixtralProcessor(ImageProcessor):
-    """Resizes an image only if it is too large; break tokens end its rows, and an end token ends the
-    image."""
+    """Resizes an image if it is too large; break tokens end its rows, and an end token ends the image."""
 
     facts: PixtralFacts
 
@@ -31,8 +30,7 @@ class PixtralProcessor(ImageProcessor):
         """Number of pixels of which the height and width of a resized image are multiples."""
 
     def _unit(self) -> int:
-        """Return the `patch_size` of the settings, which may be one patch instead of a square of merged
-        patches."""
+        """Return the `patch_size` of the settings: one patch, or a square of merged patches."""
         patch_size = self.settings.get("patch_size")
         if isinstance(patch_size, dict):
             patch_size = patch_size.get("height")

@@ -63,7 +63,7 @@ class GridProcessor:
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
         grid = PatchSpans(*pixels.shape[:3])
         span = [self.tower.image_id] * grid.num_vectors(settings.merge)
-        return _with_grid(ProcessedItem(span, arrays=settings.finish.to_arrays(pixels=pixels)), grid)
+        return _with_grid(ProcessedItem(span, arrays=settings.scaling.to_arrays(pixels=pixels)), grid)
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         settings = self.settings["video"].with_arguments(arguments)
@@ -88,7 +88,7 @@ class GridProcessor:
         rate = fps * len(indices) / total if fps else USUAL_FPS
         times = [index / (fps or USUAL_FPS) for index in indices]
         processed = self._video_span(grid, times, settings.frames / rate)
-        processed.arrays = settings.finish.to_arrays(pixels=pixels)
+        processed.arrays = settings.scaling.to_arrays(pixels=pixels)
         return _with_grid(processed, grid)
 
     def _video_span(self, grid: PatchSpans, times: list[float], seconds: float) -> ProcessedItem:

@@ -54,7 +54,8 @@ class StepVLProcessor(ImageProcessor):
         self.start, self.stop, self.newline, self.begin, self.end = (token_of(tokenizer, t) for t in _TOKENS)
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
-        if self._is_narrow(*image.size):
+        short, long = sorted(image.size)
+        if short < _NARROW and long / short > _LONGER:
             image = _squared(image)
         plan = self.plan(image.size[::-1])
         small = resized(image, plan.size, Image.Resampling.BILINEAR)
@@ -69,10 +70,6 @@ class StepVLProcessor(ImageProcessor):
             pixels = [scaling.normalized(np.asarray(window)) for window in windows]
             arrays["windows"] = Array.of(np.stack([resize_floats(part, self.window) for part in pixels]))
         return self.build_item(self._span(rows, columns), arrays=arrays)
-
-    def _is_narrow(self, width: int, height: int) -> bool:
-        short, long = sorted((width, height))
-        return short < _NARROW and long / short > _LONGER
 
     def plan(self, image: Size) -> WindowPlan:
         height, width = image

@@ -74,7 +74,7 @@ class TiledProcessor(ImageProcessor):
 
     @property
     def max_tiles(self) -> int:
-        """Return the largest number of tiles, without the whole image."""
+        """Return the maximum number of tiles of an image, not counting the whole image."""
         return self.settings.size("max_patches", 12) if self.settings.flag("crop_to_patches") else 1
 
     def max_vectors(self, modality: str) -> int:

@@ -22,18 +22,18 @@ class CallFormat:
     """Format of a model's tool calls. A line break stands for optional white space."""
 
     opening: str
-    """Mark before the calls; empty if the calls are the whole output."""
+    """Text before calls, such as `<tool_call>`; empty if the calls are the whole output."""
     call: str
     """Text of one call, with the placeholders NAME and DIGITS, and ARGUMENTS (JSON) or PARAMETERS."""
     parameter: str = ""
     """Text of one parameter, with the placeholders KEY, VALUE and IS_STRING; empty for JSON arguments."""
     before: str = ""
-    """Text between the opening mark and the first call."""
+    """Text between the opening text and the first call."""
     between: str = ""
     after: str = ""
     """Text after the last call."""
     repeats: bool = False
-    """Whether the opening mark precedes every call."""
+    """Whether the opening text precedes every call."""
     quotes: bool = False
     """Whether string parameters are written as JSON strings, and parameters are separated by commas."""
 
@@ -218,7 +218,7 @@ class _Grammar:
         return "\n".join([f"start: {start}", *self.rules, *_TERMINALS])
 
     def _start(self, body: str, answer_schema: Mapping[str, Any] | None) -> str:
-        """Return the rule of an output: free text or JSON, and tool calls."""
+        """Return the grammar rule of an output: free text or JSON, and tool calls."""
         opening = self.format.opening
         if not opening:
             first = (self.format.before or self.format.call)[0]
@@ -260,8 +260,8 @@ class _Grammar:
                     yield "SPACE?" if piece.isspace() else _literal(piece)
 
     def _parameters(self, name: str, schema: Mapping[str, Any]) -> str:
-        """Return the symbols of a tool's parameters, in the order of its schema. A schema without properties
-        allows any parameters."""
+        """Return the grammar symbols of a tool's parameters, in the order of its schema. A schema without
+        properties allows any parameters."""
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
             if schema.get("additionalProperties") is False:
@@ -280,7 +280,7 @@ class _Grammar:
         return " ".join(f"{name}_{index}{'' if key in required else '?'}" for index, key in enumerate(keys))
 
     def _separated(self, name: str, required: list[bool]) -> str:
-        """Return the symbols of parameters with commas between the parameters that are present."""
+        """Return the grammar symbols of parameters, with commas between those that are present."""
         comma, first, later = _literal(", "), "", ""
         for index in reversed(range(len(required))):
             rule = f"{name}_{index}"
@@ -293,7 +293,7 @@ class _Grammar:
         return first
 
     def _parameter(self, name: str, key: str | None, schema: Any) -> str:
-        """Return the symbols of one parameter; a `key` of None allows any key."""
+        """Return the grammar symbols of one parameter; a `key` of None allows any key."""
         types = types_of(schema)
         refers = isinstance(schema, Mapping) and "$ref" in schema
         is_text = not self.format.quotes and ("string" in types or not (types or refers))

@@ -39,7 +39,7 @@ def kimi_id(index: int, name: str) -> str:
 
 
 class ToolParser(JsonParser):
-    """Splits an output into text and tool calls. White space next to a call is dropped."""
+    """Base of tool parsers: splits an output into text and calls. White space next to a call is dropped."""
 
     default_id: IdMaker = staticmethod(vllm_id)
 
@@ -75,7 +75,7 @@ class ToolParser(JsonParser):
         return pieces + self._advance()
 
     def start(self, name: str, id_: str | None = None) -> None:
-        """Start a call. The text since `hold` can no longer be emitted as text."""
+        """Emit the start of a call. The text since `hold` can no longer be emitted as plain text."""
         self.release()
         self._blank, self._after_call = [], True
         self._num_calls += 1
@@ -83,11 +83,11 @@ class ToolParser(JsonParser):
         self._out.append(ToolStart(index, id_ or self.make_id(index, name), name))
 
     def arguments(self, text: str) -> None:
-        """Emit the next part of the arguments of the last started call."""
+        """Emit the next part of the JSON arguments of the last call."""
         self._out.append(ToolArguments(self._num_calls - 1, text))
 
     def closing(self, marks: Iterable[str]) -> Wait[str]:
-        """Skip closing marks after a call and return the character that follows; empty at the end."""
+        """Skip marks after a call, such as `</tool_call>`; return the next character, empty at the end."""
         marks = tuple(marks)
         char = yield from self.space()
         while char and (yield from self.take(*marks)):
@@ -116,7 +116,7 @@ def is_name(text: str) -> bool:
 
 
 def to_json(value: Any) -> str | None:
-    """Return a value as JSON, or None if it has no JSON form. Lone surrogates stay escaped."""
+    """Return a value as JSON, or None if it has no JSON form. Unpaired surrogates are escaped."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         return json.dumps(value) if _LONE_SURROGATE.search(text) else text
@@ -146,7 +146,7 @@ def typed(text: str, types: frozenset[str]) -> str:
 
 
 INVALID = object()
-"""Value of a text that cannot be parsed."""
+"""Value that represents a text which cannot be parsed."""
 
 
 def parse_json(text: str) -> Any:

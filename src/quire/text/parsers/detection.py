@@ -31,12 +31,12 @@ _TOOL = {
 }
 _USER = {"role": "user", "content": "How is the weather in Paris?"}
 _CONTENT = "Qj7"
-"""Content of a message that shows where a template writes it; no mark begins with this text."""
+"""Content of a message, to find where templates write it; no mark begins with this text."""
 _IDS = ("abcdef123", f"functions.{_NAME}:0")
-"""Ids of the rendered call: nine letters and digits for Mistral, and the form of Kimi-K2."""
+"""Ids for the call that is rendered: nine letters and digits for Mistral, and the form of Kimi-K2."""
 
 _WITHOUT_MARKS = ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "xlam")
-"""Formats without marks, in which a call must be at the start of the answer."""
+"""Parsers of formats without marks such as `<tool_call>`: a call must be at the start of the answer."""
 _LEADING_MARK = re.compile(r"<\|[^|]*\|>|</?think>")
 """Marks of messages and of empty reasoning, which templates may write before a call."""
 _PREFERRED = ("hermes", "qwen3_coder", "glm45", "llama3_json", "cohere_command3", "jamba", "pythonic")
@@ -50,7 +50,7 @@ _FORMAT_MARKS = {
     "functools[": "phi4_mini_json",
     "<tool_call>": "hermes",
 }
-"""Tool parsers by marks of templates that render no calls. The first mark in the template decides."""
+"""Tool parsers by marks in templates that render no calls; the first that a template contains decides."""
 _REASONING_OF = {
     "openai": "openai_gptoss",
     "hermes": "qwen3",
@@ -105,8 +105,7 @@ def _wrapping_marks(name: str) -> tuple[str, ...]:
 
 
 def _fitting_tool_parsers(template: str, reasoning: set[str]) -> list[str]:
-    """Return the names of the tool parsers that find the rendered call, those with the least text around it
-    first."""
+    """Return the names of the tool parsers that find the rendered call; first, with the least other text."""
     if not _shows_tools(template):
         return []
     num_left: dict[str, int] = {}
@@ -127,7 +126,8 @@ def _fitting_tool_parsers(template: str, reasoning: set[str]) -> list[str]:
 
 
 def _text_around_call(name: str, text: str) -> str | None:
-    """Return the text that a parser returns around the call; None if the parser does not return the call."""
+    """Return the text that a tool parser finds around the call in a rendered template, or None if it does not
+    find exactly this call."""
     pieces = TOOLS[name](schemas={_NAME: _SCHEMA}).parse(text)
     kinds = [type(piece) for piece in pieces]
     if kinds.count(ToolStart) != 1 or pieces[kinds.index(ToolStart)].name != _NAME:
@@ -152,7 +152,7 @@ def _shows_tools(template: str) -> bool:
 
 
 def _render_call(template: str, call_id: str) -> str:
-    """Return the text that the template renders for a message with the call; empty if the template fails."""
+    """Return the text that the template renders for an assistant message with the call; empty if it fails."""
     call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     try:
         without_call = _render(template, [_USER, {"role": "assistant", "content": _CONTENT}])

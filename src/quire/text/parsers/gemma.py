@@ -11,7 +11,7 @@ from quire.text.parsers.streaming import Wait
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _QUOTED = re.compile(r'("(?:[^"\\]|\\.?)*"?)', re.DOTALL)
-"""A string, or the whole rest of the text after an unclosed quote, so that each character is scanned once."""
+"""Pattern of a string, or of the rest of a text after an unclosed quote: each character is scanned once."""
 
 
 @dataclass(frozen=True)

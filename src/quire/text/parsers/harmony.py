@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss: messages in channels."""
+"""Parser of Harmony, the output format of gpt-oss: messages in channels."""
 
 import re
 from functools import partial

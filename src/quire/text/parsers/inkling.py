@@ -1,4 +1,4 @@
-"""Inkling's outputs: messages with a mark for their type."""
+"""Parser of Inkling's outputs: messages that begin with a mark for their type."""
 
 from functools import partial
 from typing import Any

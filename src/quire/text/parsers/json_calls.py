@@ -17,10 +17,10 @@ class JsonMarks:
     """Texts that mark the beginning and end of JSON tool calls."""
 
     opens: tuple[str, ...]
-    """Marks that precede the calls; a mark that is a bracket is also the first character of the JSON."""
+    """Marks that precede the calls. A bracket in place of a mark is also the first character of the JSON."""
     closes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    """Marks around text, which are removed."""
+    """Marks around plain text, which are removed."""
     by_name: bool = False
     """Whether the object has the form `{name: arguments}`."""
     special: bool = False
@@ -50,8 +50,8 @@ class ObjectParser(ToolParser):
         return False
 
     def _object(self) -> Wait[bool]:
-        """Read one call; return False if it is invalid or incomplete. The call is started when its name is
-        known and its arguments begin."""
+        """Read one call; return False if it is invalid or incomplete. The start of the call is emitted when
+        its name is known and its arguments begin."""
         yield from self.take("{")
         name, arguments, started = "", "{}", False
         while (key := (yield from self._key())) is not None:
@@ -94,8 +94,8 @@ class ObjectParser(ToolParser):
         return parse_json("".join(parts)) if is_complete else INVALID
 
     def _arguments(self, name: str) -> Wait[bool]:
-        """Start the call and stream its object of arguments; an object written as a string is emitted at
-        once. Return False if the arguments are invalid or incomplete."""
+        """Emit the start of the call and stream its arguments, an object; an object inside of a string is
+        emitted at once. Return False if the arguments are invalid or incomplete."""
         if (yield from self.space()) == "{":
             self.start(name)
             return (yield from self.json_value(self.arguments))
@@ -107,8 +107,7 @@ class ObjectParser(ToolParser):
 
 
 def _unpack(value: Any) -> str:
-    """Return the arguments of a call, an object or a string with an object, as JSON; empty for other
-    values."""
+    """Return the arguments of a call, an object or a string with one, as JSON; empty for other values."""
     value = parse_json(value) if isinstance(value, str) else value
     if value is None:
         return "{}"
@@ -116,7 +115,7 @@ def _unpack(value: Any) -> str:
 
 
 class JsonCalls(ObjectParser):
-    """Calls as JSON objects between configured marks."""
+    """Parser of calls that are JSON objects between configured marks."""
 
     marks: JsonMarks
 
@@ -153,7 +152,7 @@ class JsonCalls(ObjectParser):
 
 
 class Mistral(ObjectParser):
-    """Mistral's `[TOOL_CALLS]`, followed by a list of objects or by a name and its arguments."""
+    """Parser of Mistral's calls: `[TOOL_CALLS]`, then a list of objects, or a name and its arguments."""
 
     default_id = staticmethod(mistral_id)
     keeps_special_tokens = True

@@ -1,4 +1,4 @@
-"""Parser of MiniMax-M3's tool calls: a tag per parameter, nested like the value, each after a mark."""
+"""Parser of MiniMax-M3's tool calls: parameters are tags, nested like values, after a mark each."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Muse Glimmer's outputs: messages with a recipient, in which calls are tags."""
+"""Parser of Muse Glimmer's outputs: messages with a recipient, in which tool calls are tags."""
 
 import re
 from functools import partial

@@ -88,7 +88,7 @@ class Pythonic(ToolParser):
         return True
 
     def _argument(self) -> Wait[str | None]:
-        """Convert an argument `key=value` to `"key": value`; return None if it is not a valid argument."""
+        """Read an argument `key=value` and return it as `"key": value` in JSON; None if it is not valid."""
         key = yield from self.word(_LETTER)
         yield from self.space()
         if not _FUNCTION.fullmatch(key) or not (yield from self.take("=")):
@@ -98,7 +98,7 @@ class Pythonic(ToolParser):
         return None if value is None else f"{json.dumps(key, ensure_ascii=False)}: {value}"
 
     def _value(self) -> Wait[str | None]:
-        """Return the source of a value, up to the comma or parenthesis that ends it; None if incomplete."""
+        """Read the source of a value, up to the comma or parenthesis after it; return None if incomplete."""
         parts: list[str] = []
         quote, depth = "", 0
         while char := (yield from self.peek()):

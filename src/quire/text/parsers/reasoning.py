@@ -1,4 +1,4 @@
-"""Reasoning: the part of an output between two marks."""
+"""Parsers of reasoning, the part of an output between two marks such as `<think>` and `</think>`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +8,7 @@ from quire.text.parsers.streaming import Emit, Parser, Wait
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """Marks of a model's reasoning."""
+    """Texts that mark a model's reasoning."""
 
     start: str
     end: str
@@ -21,7 +21,7 @@ class ReasoningMarkers:
     breaks: tuple[str, ...] = ()
     """Marks that end the reasoning and belong to the following text, such as the mark of a tool call."""
     dropped: tuple[str, ...] = ()
-    """Marks around the rest of the output, which are removed."""
+    """Marks around the answer after the reasoning, which are removed."""
     special: bool = False
 
 
@@ -56,7 +56,7 @@ class Reasoning(Parser):
         yield from self._emit_until((), self.text)
 
     def _emit_until(self, marks: tuple[str, ...], emit: Emit) -> Wait[None]:
-        """Emit text up to one of the marks, without the dropped marks."""
+        """Emit text up to one of the marks, without `marks.dropped`."""
         while (yield from self.until((*marks, *self.marks.dropped), emit)):
             if not (yield from self.take(*self.marks.dropped)):
                 return

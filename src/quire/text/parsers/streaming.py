@@ -23,22 +23,22 @@ class Parser:
     calls. Subclasses implement `script`."""
 
     keeps_special_tokens = False
-    """Whether the marks are special tokens, so that the text must include special tokens."""
+    """Whether tool calls or reasoning are marked by special tokens, which the text must then include."""
     reads_all = False
     """Whether the parser handles both reasoning and tool calls, so that no other parser is needed."""
     reasoning_marks: tuple[str, str] | None = None
-    """Start and end marks of reasoning, for code that works on tokens."""
+    """Texts that mark the start and end of reasoning, for code that works on tokens."""
     reasoning_breaks: tuple[str, ...] = ()
-    """Other marks that end reasoning."""
+    """Other texts that end reasoning, such as the mark of a tool call."""
     opened = False
     """Whether the output begins inside of reasoning."""
 
     def __init__(self) -> None:
         self._buffer = ""
         self._position = 0
-        """Position in the buffer up to which text was read."""
+        """Position in the buffer up to which the script has read."""
         self._hold_start: int | None = None
-        """Position of held text in the buffer: it was read, but may have to be emitted as text. None: none is
+        """Position of held text in the buffer, which was read but may be emitted as text; None: none is
         held."""
         self._held_text: list[str] = []
         """Held text that is no longer in the buffer, so that the buffer stays short."""
@@ -47,11 +47,11 @@ class Parser:
         self._running: Wait[None] = self.script()
 
     def script(self) -> Wait[None]:
-        """Read the output from its first character to its last, and emit its pieces."""
+        """Read the whole output and emit its pieces: text, reasoning and tool calls."""
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Piece]:
-        """Add text and return the pieces that are certain now."""
+        """Add output text, and return the pieces (text, reasoning, tool calls) that are certain now."""
         if self._hold_start is not None:
             self._held_text.append(self._buffer[self._hold_start : self._position])
             self._hold_start = 0
@@ -64,7 +64,7 @@ class Parser:
         return self._advance()
 
     def parse(self, text: str) -> list[Piece]:
-        """Return the pieces of a whole output."""
+        """Return the pieces of a whole output: text, reasoning and tool calls."""
         return join(self.feed(text) + self.end())
 
     def _advance(self) -> list[Piece]:
@@ -104,7 +104,7 @@ class Parser:
         self.release()
 
     def more(self) -> Wait[bool]:
-        """Wait for more text; return False at the end of the output."""
+        """Wait for more output text; return False if the output has ended."""
         if self._ended:
             return False
         yield
@@ -145,7 +145,7 @@ class Parser:
         return literal
 
     def comes(self, literal: str) -> Wait[str]:
-        """Return the literal if it comes next, after white space; else empty. Nothing is read."""
+        """Return the literal if it comes next, after white space or not, else an empty text; read nothing."""
         self.hold()
         yield from self.space()
         literal = yield from self.take(literal)
@@ -208,7 +208,7 @@ def join(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def _set_text(out: list[Piece], parts: list[str]) -> None:
-    """Set the text of the last piece to its joined parts."""
+    """Set the text of the last piece in `out` to the joined parts, and clear the parts."""
     if len(parts) > 1:
         out[-1] = msgspec.structs.replace(out[-1], text="".join(parts))
     parts.clear()

@@ -12,7 +12,7 @@ from quire.text.parsers.streaming import Emit, Wait
 
 @dataclass(frozen=True)
 class Tags:
-    """Tags of a call format."""
+    """The tags of a format of tool calls."""
 
     opens: tuple[str, ...]
     """Marks that may precede a call."""
@@ -53,7 +53,7 @@ class TaggedCalls(ToolParser):
             yield from self.section()
 
     def section(self) -> Wait[None]:
-        """Read the opening marks and one call."""
+        """Read the marks before a call and one call, or emit what is no call as text."""
         tags = self.marks
         self.hold()
         yield from self.closing(mark for mark in tags.opens if mark != tags.call)
@@ -124,8 +124,8 @@ class TaggedCalls(ToolParser):
         return html.unescape(text) if self.marks.escaped else text
 
     def _value(self, emit: Emit) -> Wait[bool]:
-        """Emit the text of a value, without the line break before its end tag; return False if the value is
-        incomplete."""
+        """Pass the text of a value to `emit`, without the line break before its end tag; return False if the
+        value is incomplete."""
         tags = self.marks
         if tags.cdata and (yield from self.take("<![CDATA[")):
             mark = yield from self.until((f"]]>{tags.value_end}",), emit)
