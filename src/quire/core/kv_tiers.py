@@ -4,7 +4,8 @@ import shutil
 from concurrent.futures import Future
 from pathlib import Path
 
-from quire.config.engine import GIB, EngineConfig
+from quire.config.engine import EngineConfig
+from quire.config.machine import GIB
 from quire.config.kv_offloading import default_host_bytes
 from quire.config.kv_transfer import TransferSettings
 from quire.core.kv_transfer import Producer

@@ -104,7 +104,7 @@ class Admitter:
         else:
             request = self._claimant(int(pending.sum())) if admits else None
             levels, level = self._levels(pending, request)
-            claim = request and Claim(level, min(len(request.tokens), self.limits.max_chunk))
+            claim = None if request is None else Claim(level, min(len(request.tokens), self.limits.max_chunk))
             chunks = self.limits.divide(pending, levels, claim)
         return self.media.undivided(self.running, chunks, self.limits)
 

@@ -36,7 +36,7 @@ _SURE_RATIO = 1.3
 class Decodes(NamedTuple):
     """The decodes of a step, and the number of computed tokens of the prompt beside them."""
 
-    count: int
+    num: int
     context: int
     """Tokens before the decodes, in total."""
     prompt_start: int = 0
@@ -148,4 +148,4 @@ def _terms(decodes: Decodes, prompt_tokens: float, pairs: float | None = None) -
     """Return the terms of a step. `pairs` defaults to those of a single prompt."""
     if pairs is None:
         pairs = prompt_tokens * (decodes.prompt_start + prompt_tokens / 2)
-    return np.array([1.0, decodes.count, decodes.context, prompt_tokens > 0, prompt_tokens, pairs])
+    return np.array([1.0, decodes.num, decodes.context, prompt_tokens > 0, prompt_tokens, pairs])

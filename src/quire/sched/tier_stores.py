@@ -220,9 +220,10 @@ class TierStores:
             kind = self.kind_of(key)
             if kind is None or kind.disk is None:
                 continue
-            step = next((step for step in self.steps.values() if key in step.to_disk), None)
+            stored = (kind.disk, key)
+            step = next((step for step in self.steps.values() if stored in step.to_disk), None)
             if step is not None:
-                step.to_disk.remove(key)
+                step.to_disk.remove(stored)
                 kind.disk.cancel(key)
             if step is not None or kind.disk.remove(key):
                 self.dropped.append(key)  # the other workers may have written their part

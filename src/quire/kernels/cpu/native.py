@@ -110,7 +110,8 @@ class Kernel:
 
     @functools.cached_property
     def address(self) -> int:
-        return ctypes.cast(c_function(self.name, None), ctypes.c_void_p).value or 0
+        function: Any = c_function(self.name, None)
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
 
     @functools.cached_property
     def _address_array(self) -> ctypes.Array[ctypes.c_void_p]:
