@@ -45,7 +45,7 @@ class LayerWeights(NamedTuple):
     """Feed-forward parameters that every token uses, including a router and a shared expert."""
     experts: int = 0
     """Parameters of all routed experts."""
-    met: int = 0
+    active_experts: int = 0
     """Parameters of the routed experts that one token uses."""
 
     @property
@@ -71,8 +71,8 @@ class Weights(NamedTuple):
     def active(self) -> int:
         """Return the number of parameters that one token uses; those of the embedding count only if the
         output head is tied to it."""
-        met = sum(layer.mixer + layer.dense + layer.met for layer in self.layers)
-        return met + (self.head or self.embedding)
+        active = sum(layer.mixer + layer.dense + layer.active_experts for layer in self.layers)
+        return active + (self.head or self.embedding)
 
 
 def count_parameters(facts: ArchFacts) -> Weights:
@@ -185,8 +185,8 @@ def _mamba(facts: ArchFacts) -> int:
 
 def _selective(facts: ArchFacts) -> int:
     state = _state(facts)
-    made = state.rank + 2 * state.state
-    return state.heads * (3 * facts.hidden + made + state.rank + state.state + state.conv + 3)
+    projected = state.rank + 2 * state.state
+    return state.heads * (3 * facts.hidden + projected + state.rank + state.state + state.conv + 3)
 
 
 def _conv(facts: ArchFacts) -> int:

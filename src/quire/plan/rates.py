@@ -163,5 +163,5 @@ def _unused_weights(layer: LayerWeights, batch: int) -> float:
     routing."""
     if not layer.experts:
         return 0.0
-    missed: float = (1 - layer.met / layer.experts) ** batch
+    missed: float = (1 - layer.active_experts / layer.experts) ** batch
     return layer.experts * missed
