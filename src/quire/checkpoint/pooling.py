@@ -177,14 +177,9 @@ class PoolingFacts:
 
 def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPooling:
     """Read the pooling settings of a model directory: config.json and the files of sentence-transformers."""
-    dimensions = keys.get("matryoshka_dimensions")
-    if dimensions is not None and not _is_list_of(dimensions, int):
-        raise keys.wrong("matryoshka_dimensions", "a list of integers")
-    tokens = keys.get("classifier_from_token")
-    if tokens is not None and not _is_list_of(tokens, str):
-        raise keys.wrong("classifier_from_token", "a list of tokens")
+    dimensions, tokens = keys.integers("matryoshka_dimensions"), keys.names("classifier_from_token")
     two_way = keys.flag("is_original_qwen3_reranker") or keys.get("method") == "from_2_way_softmax"
-    if two_way and len(tokens or ()) != 2:
+    if two_way and len(tokens) != 2:
         raise keys.wrong("classifier_from_token", "the tokens for no and yes, such as ['no', 'yes']")
     modules = read_modules(path)
     task_heads = read_task_heads(path, keys, architecture, modules)
@@ -200,9 +195,9 @@ def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPoo
     return StoredPooling(
         architecture=architecture,
         activation=_read_activation(keys),
-        is_matryoshka=keys.flag("is_matryoshka") or dimensions is not None,
-        matryoshka_dimensions=tuple(dimensions or ()),
-        label_tokens=tuple(tokens or ()),
+        is_matryoshka=keys.flag("is_matryoshka") or keys.get("matryoshka_dimensions") is not None,
+        matryoshka_dimensions=tuple(dimensions),
+        label_tokens=tuple(tokens),
         two_way=two_way,
         bidirectional=_bidirectional_reason(keys, architecture),
         instructions=_read_instructions(path, keys),
@@ -254,10 +249,6 @@ def read_gguf_pooling(arch: ConfigReader) -> StoredPooling:
     kind = arch.get("pooling_type")
     named = _GGUF_TYPES.get(kind) if isinstance(kind, int) else None
     return StoredPooling(is_embedder=named is not None, type=named)
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
 
 def _read_labels(keys: ConfigReader) -> tuple[str, ...]:

@@ -185,8 +185,8 @@ def _mamba(facts: ArchFacts) -> int:
 
 def _selective(facts: ArchFacts) -> int:
     state = _state(facts)
-    made = state.rank + 2 * state.state
-    return state.heads * (3 * facts.hidden + made + state.rank + state.state + state.conv + 3)
+    projected = state.rank + 2 * state.state
+    return state.heads * (3 * facts.hidden + projected + state.rank + state.state + state.conv + 3)
 
 
 def _conv(facts: ArchFacts) -> int:

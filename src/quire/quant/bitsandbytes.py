@@ -79,7 +79,7 @@ class Packed4(nn.Module):
         self.rows, self.columns, self.scheme = rows, columns, scheme
         self.size = sum(run.size for run in rows), columns.size
         num_values = math.prod(self.size)
-        self.is_share = not (columns.is_whole and all(run.is_whole for run in rows))
+        self.is_shard = not (columns.is_whole and all(run.is_whole for run in rows))
         """Whether this device has only a shard. If so, no block is cut, and rows consist of whole blocks."""
         make = functools.partial(empty_parameter, num, device=device)
         self.codes = make(num_values // 2, 1, dtype=torch.uint8)
@@ -94,7 +94,7 @@ class Packed4(nn.Module):
         """Return the tensors to load, by suffix of their checkpoint names. Second-level scales are not
         sharded."""
         codes, absmax = Piece(self.codes, None), Piece(self.absmax, None)
-        if self.is_share:
+        if self.is_shard:
             codes, absmax = (
                 Piece(tensor.view(len(tensor), self.size[0], -1), 1, 2, per_input=per, is_flat=True)
                 for tensor, per in ((self.codes, 2), (self.absmax, BLOCK))
@@ -127,7 +127,7 @@ class Packed4(nn.Module):
     def _blocks(self) -> Tensor:
         """Return the indices that the blocks of this shard have in the whole matrix."""
         device = self.codes.device
-        if not self.is_share:
+        if not self.is_shard:
             return torch.arange(self.absmax.shape[1], device=device)
         columns = self.columns.per(BLOCK)
         within = torch.arange(columns.size, device=device) + columns.start

@@ -11,15 +11,15 @@ import quire.checkpoint.families.gated as gated
 import quire.checkpoint.families.gguf as gguf
 import quire.checkpoint.families.gguf_gemma as gguf_gemma
 import quire.checkpoint.families.gguf_hybrid as gguf_hybrid
-import quire.checkpoint.families.gpt as older
+import quire.checkpoint.families.gpt as gpt
 import quire.checkpoint.families.lfm as lfm
 import quire.checkpoint.families.linear_attention as linear
 import quire.checkpoint.families.llama_variants as llama_variants
-import quire.checkpoint.families.mla as latent
+import quire.checkpoint.families.mla as mla
 import quire.checkpoint.families.moe as moe
-import quire.checkpoint.families.sliding_window as windows
-import quire.checkpoint.families.ssm as state
-import quire.checkpoint.families.step3 as step
+import quire.checkpoint.families.sliding_window as sliding_window
+import quire.checkpoint.families.ssm as ssm
+import quire.checkpoint.families.step3 as step3
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
@@ -82,16 +82,16 @@ FAMILIES = {
     "WhisperForConditionalGeneration": Family("whisper", dense.whisper, "whisper:WhisperModel"),
     "BloomForCausalLM": Family("bloom", alibi.bloom, "parallel_layers:Bloom"),
     "MptForCausalLM": Family("mpt", alibi.mpt, "gpt2:MPT"),
-    "FalconForCausalLM": Family("falcon", older.falcon, "parallel_layers:Falcon"),
-    "GPTBigCodeForCausalLM": Family("gpt_bigcode", older.gpt_bigcode, "gpt2:BigCode"),
-    "GPTJForCausalLM": Family("gptj", older.gptj, "parallel_layers:GPTJ"),
-    "OlmoForCausalLM": Family("olmo", older.olmo),
-    "PersimmonForCausalLM": Family("persimmon", older.persimmon, "parallel_layers:Persimmon"),
-    "StableLmForCausalLM": Family("stablelm", older.stablelm, "parallel_layers:StableLM"),
-    "Gemma2ForCausalLM": Family("gemma2", windows.gemma2, "gemma:GemmaModel"),
-    "Gemma3ForCausalLM": Family("gemma3_text", windows.gemma3, "gemma:GemmaModel"),
-    "Gemma3nForCausalLM": Family("gemma3n_text", windows.gemma3n, "gemma3n:Gemma3nModel"),
-    "GptOssForCausalLM": Family("gpt_oss", windows.gpt_oss),
+    "FalconForCausalLM": Family("falcon", gpt.falcon, "parallel_layers:Falcon"),
+    "GPTBigCodeForCausalLM": Family("gpt_bigcode", gpt.gpt_bigcode, "gpt2:BigCode"),
+    "GPTJForCausalLM": Family("gptj", gpt.gptj, "parallel_layers:GPTJ"),
+    "OlmoForCausalLM": Family("olmo", gpt.olmo),
+    "PersimmonForCausalLM": Family("persimmon", gpt.persimmon, "parallel_layers:Persimmon"),
+    "StableLmForCausalLM": Family("stablelm", gpt.stablelm, "parallel_layers:StableLM"),
+    "Gemma2ForCausalLM": Family("gemma2", sliding_window.gemma2, "gemma:GemmaModel"),
+    "Gemma3ForCausalLM": Family("gemma3_text", sliding_window.gemma3, "gemma:GemmaModel"),
+    "Gemma3nForCausalLM": Family("gemma3n_text", sliding_window.gemma3n, "gemma3n:Gemma3nModel"),
+    "GptOssForCausalLM": Family("gpt_oss", sliding_window.gpt_oss),
     "MixtralForCausalLM": Family("mixtral", moe.mixtral),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", moe.qwen2_moe),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", moe.qwen3_moe),
@@ -109,26 +109,26 @@ FAMILIES = {
     "GraniteMoeSWAForCausalLM": Family("granitemoe_swa", moe.granite_moe_swa),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", moe.minimax_m2),
     "DbrxForCausalLM": Family("dbrx", moe.dbrx, "llama_variants:DBRX"),
-    "Step3TextForCausalLM": Family("step3_text", step.step3, "step3:Step3Text"),
-    "Step3p5ForCausalLM": Family("step3p5", step.step35, "step3:Step35"),
-    "DeepseekV2ForCausalLM": Family("deepseek_v2", latent.deepseek_v2, "deepseek:Deepseek"),
-    "DeepseekV3ForCausalLM": Family("deepseek_v3", latent.deepseek_v3, "deepseek:Deepseek"),
-    "DeepseekV32ForCausalLM": Family("deepseek_v32", latent.deepseek_v32, "deepseek:Deepseek"),
-    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", latent.glm4_moe_lite, "deepseek:Deepseek"),
-    "GlmMoeDsaForCausalLM": Family("glm_moe_dsa", latent.glm_moe_dsa, "deepseek:Deepseek"),
-    "BambaForCausalLM": Family("bamba", state.bamba, "hybrid:Bamba"),
-    "FalconH1ForCausalLM": Family("falcon_h1", state.falcon_h1, "falcon_h1:FalconH1"),
-    "FalconMambaForCausalLM": Family("falcon_mamba", state.falcon_mamba, "hybrid:MambaModel"),
-    "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", state.granite_hybrid, "hybrid:GraniteHybrid"),
-    "JambaForCausalLM": Family("jamba", state.jamba, "hybrid:Jamba"),
+    "Step3TextForCausalLM": Family("step3_text", step3.step3, "step3:Step3Text"),
+    "Step3p5ForCausalLM": Family("step3p5", step3.step35, "step3:Step35"),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", mla.deepseek_v2, "deepseek:Deepseek"),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", mla.deepseek_v3, "deepseek:Deepseek"),
+    "DeepseekV32ForCausalLM": Family("deepseek_v32", mla.deepseek_v32, "deepseek:Deepseek"),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", mla.glm4_moe_lite, "deepseek:Deepseek"),
+    "GlmMoeDsaForCausalLM": Family("glm_moe_dsa", mla.glm_moe_dsa, "deepseek:Deepseek"),
+    "BambaForCausalLM": Family("bamba", ssm.bamba, "hybrid:Bamba"),
+    "FalconH1ForCausalLM": Family("falcon_h1", ssm.falcon_h1, "falcon_h1:FalconH1"),
+    "FalconMambaForCausalLM": Family("falcon_mamba", ssm.falcon_mamba, "hybrid:MambaModel"),
+    "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", ssm.granite_hybrid, "hybrid:GraniteHybrid"),
+    "JambaForCausalLM": Family("jamba", ssm.jamba, "hybrid:Jamba"),
     "Lfm2ForCausalLM": Family("lfm2", lfm.lfm2, "hybrid:Lfm2"),
     "Lfm2MoeForCausalLM": Family("lfm2_moe", lfm.lfm2_moe, "hybrid:Lfm2"),
-    "Mamba2ForCausalLM": Family("mamba2", state.mamba2, "hybrid:MambaModel"),
-    "MambaForCausalLM": Family("mamba", state.mamba, "hybrid:MambaModel"),
-    "NemotronHForCausalLM": Family("nemotron_h", state.nemotron_h, "hybrid:NemotronH"),
-    "Qwen3NextForCausalLM": Family("qwen3_next", state.qwen3_next, "qwen3_next:Qwen3Next"),
-    "Qwen3_5ForCausalLM": Family("qwen3_5_text", state.qwen3_5, "qwen3_next:Qwen35"),
-    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", state.qwen3_next, "qwen3_next:Qwen35"),
+    "Mamba2ForCausalLM": Family("mamba2", ssm.mamba2, "hybrid:MambaModel"),
+    "MambaForCausalLM": Family("mamba", ssm.mamba, "hybrid:MambaModel"),
+    "NemotronHForCausalLM": Family("nemotron_h", ssm.nemotron_h, "hybrid:NemotronH"),
+    "Qwen3NextForCausalLM": Family("qwen3_next", ssm.qwen3_next, "qwen3_next:Qwen3Next"),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", ssm.qwen3_5, "qwen3_next:Qwen35"),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", ssm.qwen3_next, "qwen3_next:Qwen35"),
     "BaichuanForCausalLM": Family("baichuan", llama_variants.baichuan, "llama_variants:Baichuan"),
     "BaiChuanForCausalLM": Family("baichuan", llama_variants.baichuan_7b, "llama_variants:Baichuan"),
     "BailingMoeForCausalLM": Family("bailing_moe", llama_variants.bailing, "llama_variants:Bailing"),
@@ -149,18 +149,18 @@ FAMILIES = {
     "AfmoeForCausalLM": Family("afmoe", moe.afmoe, "post_norm:Afmoe"),
     "HYV3ForCausalLM": Family("hy_v3", moe.hy3),
     "SolarOpenForCausalLM": Family("solar_open", moe.solar_open),
-    "Zamba2ForCausalLM": Family("zamba2", state.zamba2, "zamba2:Zamba2"),
-    "MiniCPM3ForCausalLM": Family("minicpm3", latent.minicpm3, "deepseek:Deepseek"),
+    "Zamba2ForCausalLM": Family("zamba2", ssm.zamba2, "zamba2:Zamba2"),
+    "MiniCPM3ForCausalLM": Family("minicpm3", mla.minicpm3, "deepseek:Deepseek"),
     "PhimoeForCausalLM": Family("phimoe", moe.phimoe, "phimoe:PhiMoE"),
-    "AXK1ForCausalLM": Family("axk1", latent.axk1, "deepseek:AXK1"),
-    "Gemma4ForCausalLM": Family("gemma4_text", windows.gemma4, "gemma4:Gemma4"),
-    "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", windows.gemma4, "gemma4:Gemma4"),
-    "LongcatFlashForCausalLM": Family("longcat_flash", latent.longcat, "longcat:LongCat"),
+    "AXK1ForCausalLM": Family("axk1", mla.axk1, "deepseek:AXK1"),
+    "Gemma4ForCausalLM": Family("gemma4_text", sliding_window.gemma4, "gemma4:Gemma4"),
+    "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", sliding_window.gemma4, "gemma4:Gemma4"),
+    "LongcatFlashForCausalLM": Family("longcat_flash", mla.longcat, "longcat:LongCat"),
     "MellumForCausalLM": Family("mellum", moe.mellum),
-    "MiMoV2FlashForCausalLM": Family("mimo_v2_flash", windows.mimo_v2, "mimo_v2:MiMoV2"),
-    "Mistral4ForCausalLM": Family("mistral4", latent.mistral4, "deepseek:Deepseek"),
-    "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma, "llama_variants:VaultGemma"),
-    "YoutuForCausalLM": Family("youtu", latent.youtu, "deepseek:Deepseek"),
+    "MiMoV2FlashForCausalLM": Family("mimo_v2_flash", sliding_window.mimo_v2, "mimo_v2:MiMoV2"),
+    "Mistral4ForCausalLM": Family("mistral4", mla.mistral4, "deepseek:Deepseek"),
+    "VaultGemmaForCausalLM": Family("vaultgemma", sliding_window.vaultgemma, "llama_variants:VaultGemma"),
+    "YoutuForCausalLM": Family("youtu", mla.youtu, "deepseek:Deepseek"),
     "BeamForCausalLM": Family("beam", gated.beam, "gated:Beam"),
     "FlintForCausalLM": Family("flint", gated.flint, "gated:Flint"),
     "Kolibri1ForCausalLM": Family("kolibri1", gated.kolibri, "gated:Kolibri"),

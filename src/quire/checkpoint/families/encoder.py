@@ -32,20 +32,15 @@ def roberta(keys: ConfigReader) -> ArchFacts:
 
 
 def ernie(keys: ConfigReader) -> ArchFacts:
-    facts = _bert(keys, "ernie")
-    assert facts.encoder is not None
     tasks = keys.size("task_type_vocab_size", 3) if keys.flag("use_task_id") else 0
-    return replace(facts, encoder=replace(facts.encoder, task_types=tasks))
+    return _bert(keys, "ernie", task_types=tasks)
 
 
 def mpnet(keys: ConfigReader) -> ArchFacts:
     """Read MPNet. Padding is always token 1; there are no token types."""
-    facts = _bert(keys, "mpnet", first_position=2, padding=1)
-    assert facts.encoder is not None
-    distances = keys.size("relative_attention_num_buckets", 32)
-    if distances != 32:
+    if keys.size("relative_attention_num_buckets", 32) != 32:
         raise keys.wrong("relative_attention_num_buckets", "32")
-    return replace(facts, encoder=replace(facts.encoder, token_types=0, distances=distances))
+    return _bert(keys, "mpnet", first_position=2, padding=1, token_types=0, distances=32)
 
 
 def distilbert(keys: ConfigReader) -> ArchFacts:
@@ -57,25 +52,25 @@ def distilbert(keys: ConfigReader) -> ArchFacts:
         "num_hidden_layers": keys.size("n_layers", 6),
         "hidden_act": keys.get("activation"),
     }
-    facts = _bert(keys.but(**renamed, layer_norm_eps=1e-12), "distilbert")
-    assert facts.encoder is not None
-    return replace(facts, encoder=replace(facts.encoder, token_types=0))
+    return _bert(keys.but(**renamed, layer_norm_eps=1e-12), "distilbert", token_types=0)
 
 
-def _bert(keys: ConfigReader, prefix: str, first_position: int = 0, padding: int | None = None) -> ArchFacts:
+def _bert(keys: ConfigReader, prefix: str, **encoder: Any) -> ArchFacts:
+    """Read BERT or a model like it; `encoder` are fields of EncoderFacts."""
     kind = keys.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise keys.wrong("position_embedding_type", "absolute (no other is supported)")
     if keys.flag("is_decoder"):
         raise keys.wrong("is_decoder", "false: only bidirectional attention is supported")
     positions = keys.size("max_position_embeddings", 512)
+    fields: dict[str, Any] = {"token_types": keys.size("type_vocab_size", 2)} | encoder
     return _encoder(
         keys,
         layers=(LayerFacts(None),) * keys.size("num_hidden_layers"),
-        encoder=EncoderFacts(prefix, positions, first_position, padding, keys.size("type_vocab_size", 2)),
+        encoder=EncoderFacts(prefix, positions, **fields),
         activation=activation_of(keys, default="gelu"),
         norm_eps=keys.number("layer_norm_eps", 1e-12),
-        max_len=positions - first_position,
+        max_len=positions - encoder.get("first_position", 0),
         norm_bias=True,
         biases=True,
     )
@@ -128,7 +123,7 @@ def _dual_text(
     keys: ConfigReader, sizes: dict[str, int], *, positions: int, activation: str, norm_eps: float
 ) -> ArchFacts:
     """Read the text encoder of CLIP or SigLIP; the parameters after `keys` are the defaults of the family."""
-    keys = keys.but(**{key: size for key, size in sizes.items() if keys.get(key) is None})
+    keys = keys.defaults(**sizes)
     activation = str(keys.get("hidden_act") or activation)
     if activation not in _DUAL_ACTIVATIONS:
         raise keys.wrong("hidden_act", f"one of {', '.join(_DUAL_ACTIVATIONS)}")
@@ -279,4 +274,4 @@ def _rope_keys(keys: ConfigReader, kind: str, older: str, theta: float) -> Confi
     if section is not None and not isinstance(section, dict):
         raise keys.wrong("rope_parameters", f"an object of objects, among them {kind}")
     rope = {"rope_theta": keys.get(f"{older}_rope_theta") or theta, **(section or {})}
-    return ConfigReader(keys.source, {**keys.values, "rope_theta": None, "rope_parameters": rope})
+    return keys.but(rope_theta=None, rope_parameters=rope)

@@ -26,7 +26,7 @@ import quire.checkpoint.multimodal.qwen as qwen
 import quire.checkpoint.multimodal.qwen3_asr as qwen3_asr
 import quire.checkpoint.multimodal.qwen_audio as qwen_audio
 import quire.checkpoint.multimodal.retrieval as retrieval
-import quire.checkpoint.multimodal.step3 as step
+import quire.checkpoint.multimodal.step3 as step3
 import quire.checkpoint.multimodal.whisper as whisper
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.reader import ConfigReader
@@ -82,9 +82,9 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "PaddleOCRVLForConditionalGeneration": paddle.paddleocr_vl,
     "PaliGemmaForConditionalGeneration": paligemma.paligemma,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
-    "Step3VLForConditionalGeneration": step.step3,
-    "Step3p7ForConditionalGeneration": step.step37,
-    "StepVLForConditionalGeneration": step.step_vl,
+    "Step3VLForConditionalGeneration": step3.step3,
+    "Step3p7ForConditionalGeneration": step3.step37,
+    "StepVLForConditionalGeneration": step3.step_vl,
     "VoxtralForConditionalGeneration": qwen_audio.voxtral,
     "WhisperForConditionalGeneration": whisper.whisper,
 }

@@ -187,6 +187,12 @@ def side_of(keys: ConfigReader, key: str, default: int) -> int:
     return ConfigReader(keys.source, {key: value}).size(key, default)
 
 
+def rope_theta(vision: ConfigReader) -> float:
+    """Return the rope base of a vision encoder: from rope_parameters or, in older files, the top level."""
+    rope = vision.get("rope_parameters")
+    return (ConfigReader(vision.source, rope) if isinstance(rope, dict) else vision).number("rope_theta", 1e4)
+
+
 def read_vit(
     vision: ConfigReader,
     *,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.common import ShuffledFacts, part, read_vit, text_part, token_id
+from quire.checkpoint.multimodal.common import ShuffledFacts, part, read_vit, rope_theta, text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
@@ -35,11 +35,9 @@ def llama4(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     gather = round(1 / vision.number("pixel_shuffle_ratio", 0.5))
     if vit.side % gather or vit.hidden // vit.heads % 4:
         raise ConfigError(f"{vision.source}: {vit.side} patches a side and {vit.heads} heads do not fit")
-    rope = vision.get("rope_parameters")
-    rope_keys = ConfigReader(vision.source, rope) if isinstance(rope, dict) else vision
     facts = Llama4Facts(
         vit=vit,
-        theta=rope_keys.number("rope_theta", 10000.0),
+        theta=rope_theta(vision),
         gather=gather,
         inner=vision.size("projector_input_dim", 4096),
         adapted=vision.size("projector_output_dim", 4096),

@@ -93,10 +93,8 @@ def qwen3_omni(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 def thinker(keys: ConfigReader) -> ConfigReader:
     """Return the keys of the thinker (the part that outputs text), with token ids under the names of other
     models."""
-    thinker_keys = keys.get("thinker_config")
-    keys = (
-        ConfigReader(keys.source, {**keys.values, **thinker_keys}) if isinstance(thinker_keys, dict) else keys
-    )
+    if isinstance(section := keys.get("thinker_config"), dict):
+        keys = keys.but(**section)
     if keys.get("tie_word_embeddings") is not None:  # the top-level value overrides the decoder's
         text = part(keys, "text_config").but(tie_word_embeddings=keys.flag("tie_word_embeddings"))
         keys = keys.but(text_config=text.values)

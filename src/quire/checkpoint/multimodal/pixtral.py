@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.common import part, side_of, stack_weights, text_part, token_id
+from quire.checkpoint.multimodal.common import part, rope_theta, side_of, stack_weights, text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
@@ -80,8 +80,6 @@ def _read_facts(
     if keys.get("vision_feature_layer") not in (None, -1):
         raise keys.wrong("vision_feature_layer", "-1, the states after all layers")
     hidden, heads = vision.size("hidden_size", 1024), vision.size("num_attention_heads", 16)
-    rope = vision.get("rope_parameters")
-    rope_keys = ConfigReader(vision.source, rope) if isinstance(rope, dict) else vision
     facts = PixtralFacts(
         layers=vision.size("num_hidden_layers", 24),
         hidden=hidden,
@@ -90,7 +88,7 @@ def _read_facts(
         head_dim=hidden // heads,
         patch=side_of(vision, "patch_size", 16),
         image=side_of(vision, "image_size", 1024),
-        theta=rope_keys.number("rope_theta", 10000.0),
+        theta=rope_theta(vision),
         activation=vision.get("hidden_act") or "gelu",
         merge=merge,
         is_merged=is_merged,

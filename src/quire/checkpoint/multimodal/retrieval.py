@@ -8,14 +8,9 @@ from quire.checkpoint.reader import ConfigReader
 
 
 def col_qwen2(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    return qwen2_vl(_vlm_keys(keys))
+    return qwen2_vl(keys.but(**part(keys, "vlm_config").values))
 
 
 def col_pali(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     """Read ColPali, which attends in both directions with or without an image."""
-    return paligemma(_vlm_keys(keys))
-
-
-def _vlm_keys(keys: ConfigReader) -> ConfigReader:
-    """Return the keys of the underlying vision-language model."""
-    return ConfigReader(keys.source, {**keys.values, **part(keys, "vlm_config").values})
+    return paligemma(keys.but(**part(keys, "vlm_config").values))

@@ -47,8 +47,8 @@ def read_compressed(keys: ConfigReader) -> QuantFacts:
             )
     rules = [LayerRule(target_pattern(name), None) for name in keys.names("ignore")]
     by_name, by_class = [], []
-    for name, group in _read_groups(keys).items():
-        scheme = _read_scheme(group, group.get("format") or keys.get("format"), name)
+    for group in _read_groups(keys):
+        scheme = _read_scheme(group, group.get("format") or keys.get("format"))
         for target in group.names("targets"):
             if target == _LINEAR:
                 by_class.append(LayerRule("", scheme))
@@ -77,14 +77,14 @@ def _read_cache_dtype(keys: ConfigReader) -> str | None:
     return "fp8_e4m3"
 
 
-def _read_groups(keys: ConfigReader) -> dict[str, ConfigReader]:
+def _read_groups(keys: ConfigReader) -> list[ConfigReader]:
     groups: Any = keys.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise keys.wrong("config_groups", "an object of objects")
-    return {name: ConfigReader(f"{keys.source}: {name}", group) for name, group in groups.items()}
+    return [ConfigReader(f"{keys.source}: {name}", group) for name, group in groups.items()]
 
 
-def _read_scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
+def _read_scheme(group: ConfigReader, format: Any) -> Scheme:
     weights, inputs = group.get("weights"), group.get("input_activations")
     for key, value in (("weights", weights), ("input_activations", inputs)):
         if value is not None and not isinstance(value, dict):
