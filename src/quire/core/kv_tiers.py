@@ -5,9 +5,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
-from quire.config.machine import GIB
 from quire.config.kv_offloading import default_host_bytes
 from quire.config.kv_transfer import TransferSettings
+from quire.config.machine import GIB
 from quire.core.kv_transfer import Producer
 from quire.data.kv_events import DISK, HOST
 from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
