@@ -26,8 +26,8 @@ def trained(decode_s: float, token_s: float) -> StepCost:
     ("decode_s", "token_s", "expected"),
     [
         (0.030, 0.003, 15),  # 75 ms in total
-        (0.005, 0.0001, 450),  # 50 ms are short enough
-        (0.005, 0.00002, 2250),
+        (0.005, 0.0001, 250),  # 30 ms are short enough
+        (0.005, 0.00002, 1250),
         (0.030, 0.5, LEAST_TOKENS),
     ],
 )
