@@ -16,7 +16,7 @@ _IMPERATIVES = """
     begin bind block bring broadcast build bump cache call cancel capture cast change charge check
     choose clean clear clone close collect combine compare compile complete compute concatenate
     configure connect constrain construct convert copy count create cut deal decide declare decode
-    decompress decrement define delete deliver dequantize derive describe detect determine disable
+    decompress decrement define delete deliver dequantize derive describe detect determine disable download
     discard dispatch divide do drain draw drop dump emit empty enable encode end enforce ensure enter
     estimate evaluate evict examine execute exit expand expect export extend extract fail feed fetch fill
     filter find finish fit flatten flush follow forget format forward free freeze fuse gather
@@ -25,7 +25,7 @@ _IMPERATIVES = """
     limit link list listen load lock log look lower make map mark mask match measure merge mix move
     multiply name narrow normalize note notify number offer offload open order pack pad parse pass
     pause pick pin place plan play poll pool pop prepare prefill preempt print probe process profile
-    project propose publish pull push put quantize queue raise rank read rebuild receive record
+    project propose provide publish pull push put quantize queue raise rank read rebuild receive record
     recover reduce refresh refuse register reject release reload remember remove render reorder
     repack repeat replace reply report request reserve reset reshape resize resolve restart restore
     resume retire retry return reuse rotate round route run sample save scale scan schedule score

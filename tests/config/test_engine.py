@@ -555,6 +555,8 @@ def test_resolved_values_are_not_none() -> None:
         "kv_cache_memory_bytes",
         "num_gpu_blocks_override",
         "data_parallel_rank",
+        "slo_ttft_ms",
+        "slo_itl_ms",
     }
     results = {
         f.name

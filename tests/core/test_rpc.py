@@ -111,7 +111,7 @@ class BusyPeer:
 
     is_called = True
 
-    def agreed(self, plan: StepPlan | None) -> StepPlan:
+    def join_round(self, plan: StepPlan | None) -> StepPlan:
         return StepPlan.idle(-1) if plan is None else plan
 
 

@@ -139,7 +139,7 @@ def test_outputs_match_outputs_without_drafts(
     llm = open_text(target, **ADAPTERS, **SCARCE, speculative_config=proposer.config)
     scheduler = llm.llm_engine.core.scheduler
     assert scheduler.admitter.drafting is not None
-    scheduler.admitter.drafting._pace = pace = AlwaysDraft()  # type: ignore[assignment]
+    scheduler.admitter.drafting._draft_length = pace = AlwaysDraft()  # type: ignore[assignment]
     actual = answers(llm, adapters)
     for number, (output, reference) in enumerate(zip(actual, expected, strict=True)):
         params_name = [*PARAMS_BY_NAME][number % len(PARAMS_BY_NAME)]

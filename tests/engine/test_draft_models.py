@@ -93,7 +93,7 @@ def test_draft_models_do_not_change_outputs(
         max_model_len=96,
     )
     core = llm.llm_engine.core
-    core.scheduler.admitter.drafting._pace = pace = AlwaysDraft()  # type: ignore[union-attr, assignment]
+    core.scheduler.admitter.drafting._draft_length = pace = AlwaysDraft()  # type: ignore[union-attr, assignment]
     actual = answers(llm)
     assert [ids for ids, _ in actual] == [ids for ids, _ in plain]
     for (_, output), (_, expected) in zip(actual, plain, strict=True):

@@ -167,7 +167,7 @@ def always_draft(llm: LLM, proposer: Any = None) -> AlwaysDraft:
     """Make the engine always draft, optionally with another proposer."""
     drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, AlwaysDraft()
     assert drafting is not None
-    drafting._pace = pace
+    drafting._draft_length = pace
     if proposer is not None:
         drafting._proposer = proposer
     return pace

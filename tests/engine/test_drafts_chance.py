@@ -82,7 +82,7 @@ def drawn(path: Path, num_samples: int) -> tuple[Counts, AlwaysDraft]:
     )
     drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, AlwaysDraft()
     assert drafting is not None
-    drafting._pace, drafting._proposer = pace, FixedProposer()
+    drafting._draft_length, drafting._proposer = pace, FixedProposer()
     params = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
         for seed in range(num_samples)

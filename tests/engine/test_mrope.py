@@ -127,6 +127,6 @@ def test_mrope_on_a_device_that_runs_ahead(
     llm = open_tiny(path, **settings, **{"speculative_config": DRAFTS} if drafted else {})
     if drafted:
         drafting = llm.llm_engine.core.scheduler.admitter.drafting
-        drafting._pace = pace = EagerPolicy()  # type: ignore[union-attr, assignment]
+        drafting._draft_length = pace = EagerPolicy()  # type: ignore[union-attr, assignment]
     check(hf, llm, at=())
     assert not drafted or pace.num_held > 0

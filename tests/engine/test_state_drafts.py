@@ -51,7 +51,7 @@ def open_drafting(path: Path, config: dict[str, Any], **settings: Any) -> tuple[
     pace = AlwaysDraft()
     drafting = llm.llm_engine.core.scheduler.admitter.drafting
     assert drafting is not None
-    drafting._pace = pace
+    drafting._draft_length = pace
     return llm, pace
 
 

@@ -240,7 +240,7 @@ def test_both_sides_keep_the_same_items() -> None:
         keys = [bytes([n]) for n in (random.normal(30, 8, random.integers(1, 5)).astype(int) % 60)]
         whole = Media([MediaItem(modality="image", key=k, offset=n, length=1) for n, k in enumerate(keys)])
         for item in whole.items:
-            item.arrays = None if processor_cache._is_in_core(item.key) else arrays[item.key]
+            item.arrays = None if item.key in processor_cache._core_keys else arrays[item.key]
         assert not processor_cache.lacks(whole)
         got = decode_media(encode_media(processor_cache.outgoing(whole)))
         num_sent += sum(item.arrays is not None for item in got.items)

@@ -483,8 +483,8 @@ class Engine:
     ) -> None:
         has_states = has_ssm_state(LAYOUTS[layout].specs)
         self.drafts = None if limits.get("num_stages", 1) > 1 else drafts
-        if limits.get("targets") is True:
-            limits["targets"] = Targets()
+        if "targets" in limits:
+            limits["targets"] = Targets() if limits["targets"] is True else limits["targets"] or None
         limits["drafting"] = DRAFTING[self.drafts]() if self.drafts else None
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
         states = None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from symbolic import Engine
 
-from quire.bench.slo import DEVICES, Job, make_jobs, simulate
+from quire.bench.slo import DEVICES, SimulatedRequest, make_jobs, simulate
 from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.params import SamplingParams
 from quire.data.request import Request
@@ -110,12 +110,12 @@ def test_prompt_is_cut_to_the_target_of_running_answers() -> None:
 
 def test_long_prompt_leaves_streams_half_of_their_rate() -> None:
     """32 streams of an 8B model on an H200, and a prompt of 200,000 tokens: simulated."""
-    streams = [Job(0.0, 200, 1500, MODEL.ttft_s) for _ in range(32)]
+    streams = [SimulatedRequest(0.0, 200, 1500, MODEL.ttft_s) for _ in range(32)]
     simulate(MODEL, streams, max_tokens=16384, targets=True)
     alone_s = float(np.median(np.concatenate([job.gaps for job in streams])))
-    beside = [Job(0.0, 200, 1500, MODEL.ttft_s) for _ in range(32)]
+    beside = [SimulatedRequest(0.0, 200, 1500, MODEL.ttft_s) for _ in range(32)]
     device = MODEL._replace(itl_s=2 * alone_s)
-    simulate(device, [*beside, Job(1.0, 200_000, 2, 60.0)], max_tokens=16384, targets=True)
+    simulate(device, [*beside, SimulatedRequest(1.0, 200_000, 2, 60.0)], max_tokens=16384, targets=True)
     gaps = np.concatenate([job.gaps for job in beside])
     assert np.percentile(gaps, 99) <= 2.2 * alone_s
 
@@ -140,7 +140,7 @@ def test_unreachable_targets_are_reported_once(caplog: pytest.LogCaptureFixture)
             engine.run()
     texts = [record.getMessage() for record in caplog.records if "cannot be met" in record.getMessage()]
     assert len(texts) == 2, texts
-    assert any("a prompt of 100 tokens takes 100 ms" in text for text in texts)
+    assert any("slo_ttft_ms=50 cannot be met" in text and "100 tokens takes" in text for text in texts)
     assert any("slo_itl_ms=0.1 cannot be met" in text for text in texts)
 
 
@@ -157,7 +157,7 @@ def test_backlog_counts_tokens_that_are_not_computed() -> None:
     engine.add("b", [5] * 30, 2, tenant=2, priority=3)
     backlog = targets.backlog(engine.scheduler.requests.values(), engine.scheduler.running)
     assert sorted(backlog.tokens) == [(1, 0, 30), (2, 3, 30)]
-    assert backlog.rate == pytest.approx(1000, rel=0.05)
+    assert backlog.rate == pytest.approx(1000, rel=0.1)
     assert targets.backlog([], engine.scheduler.running) is backlog  # counted again only after a while
 
 

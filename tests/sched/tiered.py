@@ -173,7 +173,7 @@ class TieredEngine(Engine):
         if files := [key for key in self.copier.files if key not in pins]:
             key = files[number % len(files)]
             del self.copier.files[key]
-            self.tiers._count(LoadDone(lost_writes=[key]))
+            self.tiers._record(LoadDone(lost_writes=[key]))
 
     def finish_all(self) -> None:
         while self.copier.loads:

@@ -32,7 +32,7 @@ def answers(path: Path, pace: AlwaysDraft | None = None, **settings: Any) -> lis
     drafting = llm.llm_engine.core.scheduler.admitter.drafting
     if pace is not None:
         assert drafting is not None
-        drafting._pace = pace  # type: ignore[assignment]
+        drafting._draft_length = pace  # type: ignore[assignment]
     params = [SamplingParams(**FEW, **penalties) for penalties in PENALTIES]
     outputs = llm.generate([[3, 4, 5, 3, 4, 5, 3]] * len(params), params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

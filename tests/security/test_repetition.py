@@ -64,10 +64,10 @@ def test_comparisons_per_token_do_not_grow_with_the_output() -> None:
 
 def test_full_recount_happens_only_after_a_jump_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    count_all = RepetitionCounts._count_all
+    count_all = RepetitionCounts._start_over
     monkeypatch.setattr(
         RepetitionCounts,
-        "_count_all",
+        "_start_over",
         lambda self, output: (counted.append(len(output)), count_all(self, output)),
     )
     counts = RepetitionCounts(RepetitionDetectionParams(max_pattern_size=9, min_count=99))

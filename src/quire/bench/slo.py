@@ -27,7 +27,7 @@ _MAX_LEN = 262_144
 _ROWS = 256
 
 
-class Device(NamedTuple):
+class SimulatedGpu(NamedTuple):
     """Seconds of a step: constant, by decode, by token of their contexts, constant of a step with prompt
     tokens, by prompt token, and by pair of a prompt token and a token before it."""
 
@@ -47,14 +47,14 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "0.6B": Device((0.70e-3, 12e-6, 13e-9, 0.8e-3, 2.4e-6, 12e-12), 0.2, 2.0, 0.010),
-    "8B": Device((3.9e-3, 22e-6, 20e-9, 1.5e-3, 22.5e-6, 40e-12), 0.5, 4.0, 0.030),
+    "0.6B": SimulatedGpu((0.70e-3, 12e-6, 13e-9, 0.8e-3, 2.4e-6, 12e-12), 0.2, 2.0, 0.010),
+    "8B": SimulatedGpu((3.9e-3, 22e-6, 20e-9, 1.5e-3, 22.5e-6, 40e-12), 0.5, 4.0, 0.030),
 }
 """Costs near those of an H200: docs/performance.md."""
 
 
 @dataclass
-class Job:
+class SimulatedRequest:
     """A request of the simulation, with its times in simulated seconds."""
 
     arrives_at: float
@@ -84,18 +84,22 @@ class Clock:
             yield
 
 
-def make_jobs(device: Device, rate: float, seconds: float, long_share: float, seed: int = 0) -> list[Job]:
+def make_jobs(
+    device: SimulatedGpu, rate: float, seconds: float, long_share: float, seed: int = 0
+) -> list[SimulatedRequest]:
     """Return requests that arrive at random, `rate` per second: prompts of 200 tokens, and a share of
     32,768."""
     draw, now, jobs = random.Random(seed), 0.0, []
     while (now := now + draw.expovariate(rate)) < seconds:
         is_long = draw.random() < long_share
         ttft_s = device.long_ttft_s if is_long else device.ttft_s
-        jobs.append(Job(now, 32_768 if is_long else 200, draw.randint(100, 300), ttft_s))
+        jobs.append(SimulatedRequest(now, 32_768 if is_long else 200, draw.randint(100, 300), ttft_s))
     return jobs
 
 
-def simulate(device: Device, jobs: Sequence[Job], *, max_tokens: int, targets: bool) -> float:
+def simulate(
+    device: SimulatedGpu, jobs: Sequence[SimulatedRequest], *, max_tokens: int, targets: bool
+) -> float:
     """Run the requests and fill in the times of their tokens; return the seconds that this took."""
     clock, noise = Clock(), random.Random(1)
     with clock.installed():
@@ -126,7 +130,7 @@ def simulate(device: Device, jobs: Sequence[Job], *, max_tokens: int, targets: b
         return clock.now
 
 
-def _request(number: int, job: Job, device: Device | None) -> Request:
+def _request(number: int, job: SimulatedRequest, device: SimulatedGpu | None) -> Request:
     request = Request(
         id=str(number),
         tokens=[5] * job.num_in,
@@ -141,7 +145,7 @@ def _request(number: int, job: Job, device: Device | None) -> Request:
     return request
 
 
-def capacity(device: Device, long_share: float) -> float:
+def capacity(device: SimulatedGpu, long_share: float) -> float:
     """Return the requests per second that the device finishes if all wait from the start."""
     jobs = make_jobs(device, 400.0, 2.0, long_share)
     for job in jobs:
@@ -174,7 +178,7 @@ def main() -> None:
                 print(f"{load:5.1f} {tokens or 'targets':>8} {_row(jobs, ended, device.itl_s)}", flush=True)
 
 
-def _row(jobs: Sequence[Job], seconds: float, itl_s: float) -> str:
+def _row(jobs: Sequence[SimulatedRequest], seconds: float, itl_s: float) -> str:
     num_good = sum(job.is_good(itl_s) for job in jobs)
     short = [1e3 * (job.token_times[0] - job.arrives_at) for job in jobs if job.num_in < 1000]
     first = np.percentile(short, (50, 99))

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from quire.config.extensions import ExtensionSection
 from quire.config.field_rule import FieldRule
-from quire.data.latency_target import LatencyTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +218,9 @@ class SchedulerSection:
     """`throughput` doubles the defaults of max_num_batched_tokens and max_num_seqs."""
 
     @property
-    def target(self) -> LatencyTarget:
-        """Return the targets of requests without their own."""
-        return LatencyTarget((self.slo_ttft_ms or 0.0) / 1e3, (self.slo_itl_ms or 0.0) / 1e3)
+    def has_targets(self) -> bool:
+        """Whether there are latency targets."""
+        return self.slo_ttft_ms is not None or self.slo_itl_ms is not None
 
     @property
     def max_chunk(self) -> int:

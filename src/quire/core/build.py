@@ -104,7 +104,9 @@ def build_scheduler(
     kv: KVManager | None = None,
 ) -> Scheduler:
     limits, moe = config.scheduler, config.checkpoint.facts.moe
-    kv, routed = kv or build_kv_manager(config, cache), None
+    kv, routed, targets = kv or build_kv_manager(config, cache), None, None
+    if limits.has_targets:
+        targets = Targets(fair=limits.share_by_key, policy=limits.scheduling_policy)
     if config.extensions.enable_return_routed_experts and moe is not None:
         routed = RoutedExperts(kv, moe.experts + moe.num_identity_experts)
     return Scheduler(
@@ -120,7 +122,7 @@ def build_scheduler(
         num_stages=config.parallel.pipeline_parallel_size,
         grammars=grammars,
         fair=limits.share_by_key,
-        targets=Targets(fair=limits.share_by_key, policy=limits.scheduling_policy) if limits.target else None,
+        targets=targets,
         drafting=_build_drafting(config),
         routed=routed,
         adapters=adapters,

@@ -105,14 +105,12 @@ class EngineCore:
         stats.num_running = len(scheduler.running)
         stats.num_waiting = len(scheduler.admitter.waiting) + len(self.pause_state.outside)
         stats.num_deferred = scheduler.admitter.waiting.num_held
-        stats.sleep_level = self.pause_state.level
-        stats.weight_version = self.pause_state.weight_version
+        stats.sleep_level, stats.weight_version = self.pause_state.level, self.pause_state.weight_version
         stats.running_adapters = scheduler.adapters.running_names
         stats.waiting_adapters = scheduler.adapters.waiting_names
         stats.kv_usage = scheduler.kv.pool.usage
         stats.tiers = scheduler.kv.take_tier_stats()
-        if (targets := scheduler.admitter.targets) is not None:
-            stats.backlog = targets.backlog(scheduler.requests.values(), scheduler.running)
+        stats.backlog = scheduler.admitter.backlog(scheduler.requests.values())
         return stats
 
     def clear(self) -> None:

@@ -11,6 +11,11 @@ class LatencyTarget(msgspec.Struct, frozen=True):
     itl_s: float = 0.0
     """Time between two tokens."""
 
+    @classmethod
+    def of(cls, ttft_ms: float | None, itl_ms: float | None) -> "LatencyTarget":
+        """Return the targets from settings in milliseconds, of which each may be None."""
+        return cls((ttft_ms or 0.0) / 1e3, (itl_ms or 0.0) / 1e3)
+
     def __bool__(self) -> bool:
         return bool(self.ttft_s or self.itl_s)
 

@@ -17,6 +17,7 @@ from quire.config.generation import default_sampling
 from quire.config.mm_caches import cache_kind
 from quire.config.plugins import load_plugins
 from quire.configure import cache_info, open_grammars, open_tokenizer, settings_of
+from quire.data.latency_target import LatencyTarget
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.engine import AsyncEngine
@@ -128,7 +129,7 @@ def _build_facts(config: EngineConfig, num_cores: int) -> EngineFacts:
         chat_template=read_template(model.chat_template),
         version=__version__,
         start_time=time.time(),
-        target=config.scheduler.target,
+        target=LatencyTarget.of(config.scheduler.slo_ttft_ms, config.scheduler.slo_itl_ms),
         slo_max_wait=config.scheduler.slo_max_wait,
     )
 

@@ -182,7 +182,7 @@ def configure_server(values: dict[str, Any], settings: ServerSettings) -> Engine
         values["skip_tokenizer_init"] = True
     config = configure(values, usage="server")
     check_modules(settings.modules, enabled=True, served=config.model.served_model_name)
-    if not config.scheduler.target and any(key.target for key in settings.keys):
+    if not config.scheduler.has_targets and any(key.target for key in settings.keys):
         raise ConfigError(
             "api_key: keys have slo_ttft_ms or slo_itl_ms, which need --slo-ttft-ms or --slo-itl-ms"
         )

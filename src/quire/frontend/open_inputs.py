@@ -2,6 +2,7 @@
 
 from quire.config.engine import EngineConfig
 from quire.configure import eos_ids
+from quire.data.latency_target import LatencyTarget
 from quire.frontend.inputs import InputProcessor
 from quire.frontend.kv_transfer import validators_of
 from quire.frontend.multimodal import MediaInputReader
@@ -34,5 +35,5 @@ def open_inputs(
         enable_lora=config.lora.enable_lora,
         num_extra_vocab=config.lora.lora_extra_vocab_size,
         validators=validators_of(config),
-        target=config.scheduler.target,
+        target=LatencyTarget.of(config.scheduler.slo_ttft_ms, config.scheduler.slo_itl_ms),
     )

@@ -173,7 +173,8 @@ class LoRAReader:
     def _match_targets(self, tensors: dict[str, Tensor], settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
         """Yield the matrices of all targets on this device, without layers outside of lora_target_modules."""
         num_ignored = 0
-        for name, pair in self._pairs(tensors).items():
+        for layer, pair in self._pairs(tensors).items():
+            name = re.sub(r"(\.base_layer)+$", "", layer)  # several weights of a module have such layers
             if (target := self._targets.get(name)) is not None:
                 yield settings.check(name, target, pair)
             elif (stack := self._stacks.get(name)) is not None:
@@ -199,8 +200,7 @@ class LoRAReader:
             if match is None:
                 self._check_copy(name, tensor)
                 continue
-            layer = re.sub(r"(\.base_layer)+$", "", match["layer"])
-            names.setdefault(layer, {})[match["which"]] = name
+            names.setdefault(match["layer"], {})[match["which"]] = name
             if tensor.ndim != 2 or not tensor.is_floating_point():
                 raise ConfigError(
                     f"{name} is {tensor.dtype} of the shape {tuple(tensor.shape)}, expected a matrix"

@@ -36,7 +36,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What a chunk of a stream adds to one choice."""
+    """A choice in a chunk of a stream: the text and tokens to append to it."""
 
     text: str = ""
     delta: Delta | None = None

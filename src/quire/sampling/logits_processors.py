@@ -154,9 +154,9 @@ class ProcessorBatch:
 
     def _start(self) -> None:
         self._processors = self._make()
-        self.invariant = [each for each in self._processors if each.is_argmax_invariant()]
+        self.invariant = [item for item in self._processors if item.is_argmax_invariant()]
         """Processors that are applied after the temperature."""
-        self.others = [each for each in self._processors if not each.is_argmax_invariant()]
+        self.others = [item for item in self._processors if not item.is_argmax_invariant()]
         self._batch: list[_Entry] = []
         self._order: Ints | None = None
         """Position of each batch index among the rows of the step; None outside of steps."""

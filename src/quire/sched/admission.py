@@ -1,11 +1,13 @@
 """Admission: the queue of waiting requests, and the choice of those that get a row."""
 
 import time
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.request import Request
+from quire.data.stats import Backlog
 from quire.data.step_plan import Admission, FirstRun, Ints
 from quire.sched.admission_checks import AdmissionChecks, ReadyQueue
 from quire.sched.encoder_cache import EncoderCache, strip_arrays
@@ -63,6 +65,10 @@ class Admitter:
         self.cost = StepCost() if targets is None else targets.cost
         self.policy = policy
         self.waiting = ReadyQueue(open_queue(policy, self.shares, targets), checks)
+
+    def backlog(self, requests: Iterable[Request]) -> Backlog | None:
+        """Return the prompt tokens that are still to be computed; None without latency targets."""
+        return None if self.targets is None else self.targets.backlog(requests, self.running)
 
     def record_time(self, flight: StepInFlight) -> None:
         """Update the estimated costs of drafts and prompt tokens with the duration of a step."""

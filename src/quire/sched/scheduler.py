@@ -5,9 +5,8 @@ Decodes, prompts, chunked prefill, prefix cache hits and resumed requests are al
 subtraction.
 
 Token values arrive late. The tokens of a plan count as computed once it is made, and the next plan may be
-made before the result arrives. It is then known that a row (a running request) gets a token, but not which
-one. So everything that depends on values (stops, outputs, the prefix index) happens in `update`, or uses
-known tokens only."""
+made before the result arrives: then a running request gets a token that is not known yet. What depends on
+values (stops, outputs, the prefix index) happens in `update`, or uses known tokens only."""
 
 import time
 from collections import deque
@@ -57,9 +56,8 @@ class Scheduler:
         routed: RoutedExperts | None = None,
         targets: Targets | None = None,
     ) -> None:
-        """With several pipeline stages, a row is planned only after its last token is known, and plans
-        contain these tokens. With one stage, tokens stay on the device. With `fair`, tokens are divided
-        between tenants (API keys)."""
+        """With several pipeline stages, a row is planned after its last token is known, and plans contain
+        these tokens. With `fair`, tokens are divided between tenants (API keys)."""
         self.kv, self.routed = kv, routed
         self.limits = StepLimits(
             max_rows=max_num_seqs,
@@ -88,12 +86,11 @@ class Scheduler:
             targets=targets,
         )
         self.requests: dict[str, Request] = {}
-        self.num_preemptions = 0
+        self.num_preemptions, self._warn = 0, PreemptionWarning()
         self.in_flight: deque[StepInFlight] = deque()
         """Steps without a result, oldest first."""
         self.adapters.in_flight = self.in_flight
         self._notes, self._step = Notes(), 0
-        self._warn = PreemptionWarning()
 
     @property
     def media(self) -> EncoderCache:
@@ -119,8 +116,7 @@ class Scheduler:
         return {request.id: self._finish(request, "abort") for request in known}
 
     def settle(self) -> dict[str, FinishReason]:
-        """Collect what requests waited for, such as compiled grammars and LoRA adapters. End the requests for
-        which something failed, and return them by id."""
+        """Collect compiled grammars and read LoRA adapters; end and return requests for which one failed."""
         return {id: self._finish(self.requests[id], "error", why) for id, why in self.checks.settle().items()}
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> FinishReason:
@@ -223,8 +219,7 @@ class Scheduler:
             self._warn(request.id, self.num_preemptions, swaps=self.kv.tiers is not None)
 
     def _preempt_for_fairness(self) -> bool:
-        """Preempt rows for tenants below their fair share; return False if steps in flight must end before
-        that."""
+        """Preempt rows for tenants below their fair share; return False if steps in flight must end first."""
         while (row := self.admitter.row_to_preempt()) is not None:
             if self.in_flight:
                 return False
@@ -286,9 +281,8 @@ class Scheduler:
         return output
 
     def fail(self, plan: StepPlan) -> dict[str, FinishReason]:
-        """Handle the failure of the oldest step in flight: discard all steps in flight and requeue all
-        requests. The requests of the failed step run one by one; those that fail alone end and are
-        returned."""
+        """Discard all steps in flight after a failure of the oldest one, and requeue all requests. Those of the
+        failed step run one by one, and end if they fail alone."""
         flight = self.in_flight[0]
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
@@ -308,8 +302,7 @@ class Scheduler:
         self.adapters.empty_slots()
 
     def discard_in_flight(self) -> None:
-        """Discard the steps in flight, and remove the blocks that they have not written from the prefix
-        index."""
+        """Discard the steps in flight; blocks that they have not written leave the prefix index."""
         for flight in self.in_flight:
             self.kv.forget(flight.indexed)
             self._notes.admitted |= flight.notes.admitted
@@ -322,7 +315,6 @@ class Scheduler:
 
     def _clear_suspect(self, row: int) -> None:
         """Clear the first suspect, which got a token alone; requeue it so that the next one runs alone."""
-        request = self.running.requests[row]
-        if request is self.fault_isolation.next_suspect:
+        if (request := self.running.requests[row]) is self.fault_isolation.next_suspect:
             self.fault_isolation.remove(request, "passed")
             self.admitter.waiting.push_front(self._release_row(row))

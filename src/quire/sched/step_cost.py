@@ -27,7 +27,7 @@ _LEAST_MIXED = 4
 _FIT_INTERVAL = 8
 """Number of steps after which the costs are fitted again; in the beginning they are fitted after every
 step."""
-_RIDGE = 1e-7
+_RIDGE = 1e-6
 """Relative weight of a preference for small costs, which decides between terms that always occur together."""
 _SURE_RATIO = 1.3
 """Steps that took longer than this multiple of the estimate count less."""
@@ -108,8 +108,8 @@ class StepCost:
         scale = np.abs(terms).max(0) + 1e-12
         scaled = terms / scale / seconds[:, None]
         gram, target = (scaled * weights[:, None]).T @ scaled, weights @ scaled
-        gram += _RIDGE * np.trace(gram) * np.eye(len(gram))
-        used, costs = np.ones(len(gram), np.bool_), np.zeros(len(gram))
+        gram += np.diag(_RIDGE * gram.diagonal())
+        used, costs = gram.diagonal() > 0, np.zeros(len(gram))
         while used.any():
             costs[:] = 0.0
             costs[used] = np.linalg.solve(gram[np.ix_(used, used)], target[used])

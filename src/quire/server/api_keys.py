@@ -40,7 +40,7 @@ class Key:
     def target(self) -> LatencyTarget | None:
         if self.slo_ttft_ms is None and self.slo_itl_ms is None:
             return None
-        return LatencyTarget((self.slo_ttft_ms or 0.0) / 1e3, (self.slo_itl_ms or 0.0) / 1e3)
+        return LatencyTarget.of(self.slo_ttft_ms, self.slo_itl_ms)
 
     @property
     def cache_scope(self) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,9 +265,15 @@ def test_tokens_only_serves_no_text_route() -> None:
 
 def test_tokens_only_skips_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     configured: dict[str, Any] = {}
-    monkeypatch.setattr(
-        "quire.entrypoints.models_config.configure", lambda options, usage: configured.update(options)
+    config = SimpleNamespace(
+        model=SimpleNamespace(served_model_name=("m",)), scheduler=SimpleNamespace(has_targets=False)
     )
+
+    def configure(options: dict[str, Any], usage: str) -> SimpleNamespace:
+        configured.update(options)
+        return config
+
+    monkeypatch.setattr("quire.entrypoints.models_config.configure", configure)
     monkeypatch.setattr("quire.entrypoints.launch.launch", lambda config, settings: 0)
     parser = FlagParser(prog="quire serve")
     serve.add_flags(parser)
