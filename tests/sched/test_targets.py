@@ -76,7 +76,10 @@ def test_queue_notices_a_target_that_is_missed_while_waiting() -> None:
     queue.push(second)
     assert queue.peek() is first
     first.queued_at -= 5.5
-    assert queue.pop() is second and queue.pop() is first and not len(queue)
+    assert queue.pop() is first, "pop returns what peek has returned"
+    queue.push(first)
+    assert queue.peek() is second and queue.pop() is second
+    assert queue.pop() is first and not len(queue)
 
 
 def test_without_targets_the_policy_has_its_own_queue() -> None:

@@ -57,12 +57,16 @@ class PriorityQueue:
         return request.priority, request.arrived_at
 
     def peek(self) -> Request:
+        return self._first_live()
+
+    def _first_live(self) -> Request:
         while not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][-1]
 
     def pop(self) -> Request:
-        request = self.peek()
+        """Remove and return the request that the last `peek` has returned."""
+        request = self._first_live()
         heapq.heappop(self._heap)
         del self._live[request.id]
         return request
@@ -108,7 +112,7 @@ class TargetQueue(PriorityQueue):
 
     def peek(self) -> Request:
         while True:
-            request = super().peek()
+            request = self._first_live()
             if self._rank(request)[1] <= self._heap[0][1] + _SAME_S:
                 return request
             heapq.heappop(self._heap)  # the target was missed, or the estimated cost has fallen

@@ -281,7 +281,7 @@ class Scheduler:
         return output
 
     def fail(self, plan: StepPlan) -> dict[str, FinishReason]:
-        """Discard all steps in flight after a failure of the oldest one, and requeue all requests. Those of the
+        """Discard all steps in flight after the oldest one failed, and requeue all requests. Those of the
         failed step run one by one, and end if they fail alone."""
         flight = self.in_flight[0]
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"

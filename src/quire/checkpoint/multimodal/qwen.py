@@ -53,8 +53,8 @@ class GridFacts:
     pace: float = 0.0
     """M-RoPE positions per second of video; 0: one per temporal patch."""
     times: str = ""
-    """Position of the time of a video frame in the prompt: `before` the frame, `behind` it, or `seconds`, which
-    is behind it and followed by that word. Empty: prompts contain no times."""
+    """Position of the time of a video frame in the prompt: `before` the frame, `behind` it, or `seconds`,
+    which is behind it and followed by that word. Empty: prompts contain no times."""
     merger: int = 0
     """Intermediate size of a gated merger; 0: the merger has no gate."""
     head_norms: bool = False
