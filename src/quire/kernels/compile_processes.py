@@ -97,7 +97,7 @@ class CompileProcesses:
 
 @contextlib.contextmanager
 def compile_processes(num: int) -> Iterator[None]:
-    """Provide `num` processes, by which `launch.compile_ahead` and `launch.compiling` compile kernels within
+    """Start `num` processes, by which `launch.compile_ahead` and `launch.compiling` compile kernels within
     this context. With `num` below 2, no process is started and this process compiles them."""
     if num < 2:
         yield
