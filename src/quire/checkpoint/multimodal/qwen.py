@@ -53,7 +53,7 @@ class GridFacts:
     pace: float = 0.0
     """M-RoPE positions per second of video; 0: one per temporal patch."""
     times: str = ""
-    """Where the prompt contains the time of a video frame: `before` the frame, `behind` it, or `seconds`
+    """Position of the time of a video frame in the prompt: `before` the frame, `behind` it, or `seconds`
     (behind it, followed by that word); empty: prompts contain no times."""
     merger: int = 0
     """Intermediate size of a gated merger; 0: the merger has no gate."""
