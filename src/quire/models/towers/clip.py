@@ -113,8 +113,8 @@ class SiglipEmbedding(FixedSizeTower):
 
     def forward(self, pixels: Tensor) -> Tensor:
         states, probe = self.vit(pixels), self.probe.vectors.expand(len(pixels), -1, -1)
-        query, key, value = self.attention.project(probe, states, states)
-        mixed = F.scaled_dot_product_attention(query, key, value)
+        q, k, v = self.attention.project(probe, states, states)
+        mixed = F.scaled_dot_product_attention(q, k, v)
         x = self.attention.out(mixed.transpose(1, 2).flatten(1))
         vectors: Tensor = x + self.mlp(self.norm.normalize(x))
         return vectors[:, None]
