@@ -209,6 +209,9 @@ def test_developer_role_becomes_system_if_the_template_lacks_it() -> None:
     assert render_chat(SMOLLM2, conversation) == render_chat(SMOLLM2, [system, user])
     knows = "{% for m in messages %}{{ '*' if m.role == 'developer' }}{{ m.content }}{% endfor %}"
     assert render_chat(knows, conversation) == "*Be brief.hi*Rhyme."
+    mixed = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, conversation[2]]
+    each = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    assert render_chat(each, mixed) == "<Be brief.><Rhyme.>"
 
 
 def test_generation_prompt_and_continuation_exclude_each_other() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -71,7 +72,8 @@ def _merge_developer_messages(conversation: list[dict[str, Any]], template: str)
     rest = [message for message in conversation if message["role"] not in ("system", "developer")]
     contents = [message["content"] for message in system if message.get("content")]
     is_text = all(isinstance(content, str) for content in contents)
-    content = "\n\n".join(contents) if is_text else [part for parts in contents for part in parts]
+    parts = [[{"type": "text", "text": item}] if isinstance(item, str) else item for item in contents]
+    content = "\n\n".join(contents) if is_text else list(chain.from_iterable(parts))
     return [{**system[0], "role": "system", "content": content}, *rest]
 
 
@@ -267,7 +269,7 @@ def _parse_arguments(call: Any) -> dict[str, Any]:
 
 
 def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
-    """Append a tag to the last message's text, in place, and return the text without the tag."""
+    """Append a tag to the text of the last message, in place, and return that text without the tag."""
     content = conversation[-1].get("content")
     if isinstance(content, str):
         conversation[-1]["content"] = content + _TAIL_TAG
