@@ -30,11 +30,12 @@ def connect(server: ServeProcess) -> socket.socket:
 
 
 def check_even(server: ServeProcess, expected: int) -> None:
-    """Check that no process has twice the connections of another. On a busy machine a process that gets less
-    CPU accepts somewhat fewer."""
+    """Check that no process has most of the connections, and that each has some. The shares are not equal on
+    a busy machine, where a process may get less CPU than another."""
     eventually("all connections are accepted", lambda: open_by_process(server).total() == expected)
     result = open_by_process(server)
-    assert len(result) == NUM_API and max(result.values()) < 2 * min(result.values()), result
+    assert len(result) == NUM_API and min(result.values()) > 0, result
+    assert max(result.values()) <= 0.6 * expected, result
 
 
 def test_connections_are_spread_evenly(start: Start) -> None:
