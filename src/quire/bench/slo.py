@@ -159,10 +159,13 @@ def main() -> None:
     parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.7, 0.9, 1.1])
     parser.add_argument("--static", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--long-share", type=float, default=0.05, help="share of prompts of 32,768 tokens")
+    parser.add_argument("--itl-ms", type=float, help="target between tokens; default: that of the GPU below")
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
     for name in args.device:
         device = DEVICES[name]
+        if args.itl_ms is not None:
+            device = device._replace(itl_s=args.itl_ms / 1e3)
         top = capacity(device, args.long_share)
         ttft_ms, long_ms, itl_ms = (1e3 * s for s in (device.ttft_s, device.long_ttft_s, device.itl_s))
         print(
