@@ -86,6 +86,8 @@ class Admitter:
         and by the targets of these rows."""
         limits, running = self.limits, self.running
         limits.paced_tokens = None
+        if self.shares is None and self.targets is None:
+            return
         if not self.chunked_prefill or self.fault_isolation or not len(running):
             return
         num_decodes, most = int((pending <= 1).sum()), []
