@@ -235,7 +235,7 @@ class Fp8Matrices(nn.Module):
 
     @property
     def scaled(self) -> Scaled:
-        """Return the weight and its scales; only after `settle`."""
+        """Return the weight and its scales, once `settle` has quantized or completed them after loading."""
         return Scaled(self.weight.data, self.scale.data)
 
     def settle(self) -> None:

@@ -59,7 +59,7 @@ class StepTokens:
             yield places[turns == turn]
 
     def fill(self) -> None:
-        """Fill the tokens into the rows of the running requests."""
+        """Append the sampled tokens of the step to the requests that sampled them."""
         self.running.fill(self.sampled, self.result.token_ids, self.result.counts, self.num_drafts)
 
     def ends(self, verdicts: dict[int, Verdict]) -> dict[int, SequenceEnd]:

@@ -69,7 +69,7 @@ class SharedArena:
 
     @property
     def num_bytes(self) -> int:
-        """Return the allocated bytes."""
+        """Return the number of bytes of all stored objects."""
         return sum(item.size for item in self._objects.values())
 
     @property

@@ -129,8 +129,9 @@ def _dequantize(
     codes: tl.tensor, scales: tl.tensor, row: tl.tensor, live: tl.tensor, at: tl.tensor, blocks: tl.tensor,
     COUNT: tl.constexpr, KIND: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Dequantize `COUNT` blocks of some rows: their first and second halves, each [rows, 16 * COUNT]. The
-    values are divided by 2^63, except in float16, which does not have the range."""
+    """Dequantize `COUNT` blocks of some rows, from block `at` on, to the dtype `KIND`. Return their first and
+    second halves, each [rows, 16 * COUNT]. The values are divided by 2^63, so that exponents stay in range,
+    and the caller multiplies its sums; float16 does not have the range for that."""
     block, byte = at + tl.arange(0, COUNT), tl.arange(0, 16)
     valid, place = live[:, None] & (block < blocks)[None, :], row[:, None] * blocks + block[None, :]
     packed = codes + place[:, :, None] * 16 + byte[None, None, :]
