@@ -336,7 +336,7 @@ class KVTiers:
         assert load.remote is not None
         self.stats.num_failed_transfers += 1
         log.warning(
-            "The prefix of request %s could not be loaded from the engine at %s:%d and %s. Cause: %s",
+            "The prefix of request %s could not be loaded from the engine at %s:%d and %s: %s",
             *(load.request.id, load.remote.host, load.remote.port),
             *("the request fails" if self._remote_fails else "is computed here", problem or "an error here"),
         )
