@@ -6,6 +6,7 @@ long prompts arrive at random at a part of the capacity. A request is good if it
 time per output token keep their targets."""
 
 import argparse
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,8 @@ class SimulatedRequest:
         return np.diff(self.token_times)
 
     def is_good(self, itl_s: float) -> bool:
+        if len(self.token_times) < self.num_out:
+            return False
         first_s = self.token_times[0] - self.arrives_at
         return first_s <= self.ttft_s and (len(self.gaps) == 0 or float(self.gaps.mean()) <= itl_s)
 
@@ -117,7 +120,7 @@ def simulate(
                 clock.now = max(clock.now, jobs[arriving[-1]].arrives_at)
             while arriving and jobs[arriving[-1]].arrives_at <= clock.now:
                 number = arriving.pop()
-                scheduler.add(_request(number, jobs[number], device if targets else None))
+                scheduler.add(to_request(number, jobs[number], device if targets else None))
             plan = scheduler.plan()
             assert plan is not None
             flight = scheduler.in_flight[-1]
@@ -130,7 +133,8 @@ def simulate(
         return clock.now
 
 
-def _request(number: int, job: SimulatedRequest, device: SimulatedGpu | None) -> Request:
+def to_request(number: int, job: SimulatedRequest, device: SimulatedGpu | None) -> Request:
+    """Return the request for a scheduler; without a device, it has no latency targets."""
     request = Request(
         id=str(number),
         tokens=[5] * job.num_in,
@@ -178,13 +182,14 @@ def main() -> None:
             for tokens in [*args.static, 0]:
                 jobs = make_jobs(device, load * top, args.seconds, args.long_share)
                 ended = simulate(device, jobs, max_tokens=tokens or 16384, targets=not tokens)
-                print(f"{load:5.1f} {tokens or 'targets':>8} {_row(jobs, ended, device.itl_s)}", flush=True)
+                print(f"{load:5.1f} {tokens or 'targets':>8} {result_row(jobs, ended, device.itl_s)}", flush=True)
 
 
-def _row(jobs: Sequence[SimulatedRequest], seconds: float, itl_s: float) -> str:
+def result_row(jobs: Sequence[SimulatedRequest], seconds: float, itl_s: float) -> str:
+    """Return the columns of a table: good requests, their rate, first tokens and times between tokens."""
     num_good = sum(job.is_good(itl_s) for job in jobs)
-    short = [1e3 * (job.token_times[0] - job.arrives_at) for job in jobs if job.num_in < 1000]
-    first = np.percentile(short, (50, 99))
+    firsts = [(job.token_times or [math.inf])[0] - job.arrives_at for job in jobs if job.num_in < 1000]
+    first = 1e3 * np.percentile(firsts, (50, 99), method="nearest")
     between = np.percentile(1e3 * np.concatenate([job.gaps for job in jobs]), (50, 99))
     return (
         f"{num_good / len(jobs):7.1%} {num_good / seconds:7.1f} {first[0]:13,.0f} {first[1]:8,.0f} "
