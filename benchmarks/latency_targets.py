@@ -94,9 +94,9 @@ def beside_a_long_prompt(engine: Engine, length: int, itl_s: float | None) -> st
     before = [gap for stop, gap in gaps if 1.0 < stop < 3.0]
     beside = [gap for stop, gap in gaps if 3.0 < stop < first_s]
     return (
-        f"before it {1e3 * np.mean(before):.2f} ms between tokens, beside it mean {1e3 * np.mean(beside):.2f} "
-        f"and p99 {1e3 * np.percentile(beside, 99):.2f}; its first token after {first_s - 3.0:.1f} s"
-        f"{'' if long.token_times else ' (not within the time)'}"
+        f"before it {1e3 * np.mean(before):.2f} ms between tokens, beside it mean "
+        f"{1e3 * np.mean(beside):.2f} and p99 {1e3 * np.percentile(beside, 99):.2f}; its first token "
+        f"after {first_s - 3.0:.1f} s{'' if long.token_times else ' (not within the time)'}"
     )
 
 

@@ -96,10 +96,10 @@ def test_short_steps_with_drafts(
 @pytest.mark.parametrize("budget", [48, 256])
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
 def test_short_steps_with_images(
-    family: str, budget: int, tmp_path: Path, loaded: list[tuple[bool, int]]
+    family: str, budget: int, tmp_path_factory: pytest.TempPathFactory, loaded: list[tuple[bool, int]]
 ) -> None:
     """Check images split by steps and whole, beside text and repeated; then text alone."""
-    path, draw = made(family, tmp_path)[0], np.random.default_rng(3)
+    path, draw = made(family, tmp_path_factory.getbasetemp())[0], np.random.default_rng(3)
     sizes = ((120, 90), (17, 19), (64, 24))
     images = [Image.fromarray(draw.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
     prompts = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from oracle import BLOCK_SIZE, make_batch
+from oracle import BLOCK_SIZE, check_transformers, make_batch
 from torch import Tensor
 from zoo import SHARED, ZOO
 
@@ -77,7 +77,7 @@ def make_twins(variant: str, path: Path) -> Any:
 
     config, model_class, settings = VARIANTS[variant]
     torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config)(**settings)).float().eval()
+    model = check_transformers(model_class)(getattr(transformers, config)(**settings)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # norms, biases and rates would otherwise be constant

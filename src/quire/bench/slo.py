@@ -182,7 +182,10 @@ def main() -> None:
             for tokens in [*args.static, 0]:
                 jobs = make_jobs(device, load * top, args.seconds, args.long_share)
                 ended = simulate(device, jobs, max_tokens=tokens or 16384, targets=not tokens)
-                print(f"{load:5.1f} {tokens or 'targets':>8} {result_row(jobs, ended, device.itl_s)}", flush=True)
+                print(
+                    f"{load:5.1f} {tokens or 'targets':>8} {result_row(jobs, ended, device.itl_s)}",
+                    flush=True,
+                )
 
 
 def result_row(jobs: Sequence[SimulatedRequest], seconds: float, itl_s: float) -> str:

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from quire.errors import one_line
+from quire.kernels.triton.launcher_lock import lock_launchers
 
 _PRELOADED = ("ops", "attention_launch", "sampling", "masks", "matmul", "qkv")
 """Modules of the kernels of most models, imported once for all processes."""
@@ -81,6 +82,7 @@ def serve(connection: Connection) -> None:
 def main() -> None:
     """Fork a process for each file descriptor among the arguments, and wait until all these processes end."""
     connections = [Connection(int(fd)) for fd in sys.argv[1:]]
+    lock_launchers()
     for name in _PRELOADED:
         importlib.import_module(f"quire.kernels.triton.{name}")
     gc.freeze()  # so that collections in the forks do not copy pages

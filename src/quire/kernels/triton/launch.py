@@ -20,9 +20,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.errors import one_line
 from quire.kernels.compile_processes import current_processes
 from quire.kernels.triton.compile_server import encode_job
+from quire.kernels.triton.launcher_lock import lock_launchers
 from quire.logs import get_logger
 
 log = get_logger(__name__)
+lock_launchers()
 
 MOST_ROWS, _MOST = 128, 2**18
 """Limits of a step that uses PDL: rows (twice as many for a narrow model), and rows times the model's width.
