@@ -25,9 +25,9 @@ def trained(decode_s: float, token_s: float) -> StepCost:
 @pytest.mark.parametrize(
     ("decode_s", "token_s", "expected"),
     [
-        (0.030, 0.003, 15),  # 75 ms in total
-        (0.005, 0.0001, 250),  # 30 ms are short enough
-        (0.005, 0.00002, 1250),
+        (0.030, 0.003, 10),  # 60 ms in total
+        (0.005, 0.0001, 200),  # 25 ms are short enough
+        (0.005, 0.00002, 1000),
         (0.030, 0.5, LEAST_TOKENS),
     ],
 )

@@ -2,9 +2,9 @@
 
 from quire.sched.step_cost import Decodes, StepCost
 
-SLOWDOWN = 2.5
+SLOWDOWN = 2.0
 """Largest factor by which prompts of other tenants may lengthen a step over the time of its decodes alone."""
-SHORT_S = 0.03
+SHORT_S = 0.025
 """Seconds that a step may always take, whatever its decodes alone take."""
 LEAST_TOKENS = 8
 """Prompt tokens that every step may have, so that prompts make progress."""

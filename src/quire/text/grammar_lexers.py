@@ -17,7 +17,7 @@ MAX_GRAMMARS = 256
 """Maximum number of compiled grammars that are kept; the least recently used grammars are dropped."""
 MAX_LEXERS = 1024
 """Maximum number of lexers, the compiled copies of a grammar. A lexer takes tens of KiB for most grammars."""
-MAX_BYTES = 256 << 20
+MAX_BYTES = 128 << 20
 """Maximum size in bytes of the lexers of all grammars, by the estimate of `Lexer.num_bytes`. The lexer of a
 running request is not freed before the request ends."""
 LEXER_BYTES, CHAR_BYTES, TOKEN_BYTES = 128 << 10, 64, 1 << 10

@@ -121,7 +121,7 @@ class MessageEncoder(AnswerEncoder):
 
     def __init__(self, api: GenerationService, chat: ChatRequest) -> None:
         self._api, self._chat = api, chat
-        self._id = "msg_" + chat.job.id.removeprefix("msg-")
+        self._id = "msg_" + chat.call.id.removeprefix("msg-")
         self._parser = chat.parser()
         self._blocks = BlockEvents(hold_space=chat.parses)
         self._num_output = 0
@@ -199,14 +199,14 @@ class MessageEncoder(AnswerEncoder):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._chat.job.model,
+            "model": self._chat.call.model,
             "content": content,
             **ending,
             "usage": usage,
         }
 
     def _set_cached(self, output: RequestOutput) -> None:
-        if self._api.reports_cache(self._chat.job.hints):
+        if self._api.reports_cache(self._chat.call.hints):
             self._num_cached = output.num_cached_tokens or 0
             self._num_created = output.num_cache_creation_tokens or 0
 
@@ -214,7 +214,7 @@ class MessageEncoder(AnswerEncoder):
         """Return the usage. Cached tokens are reported separately with --enable-prompt-tokens-details, or if
         the request has cache hints."""
         usage = {
-            "input_tokens": self._chat.job.num_prompt_tokens - self._num_cached - self._num_created,
+            "input_tokens": self._chat.call.num_prompt_tokens - self._num_cached - self._num_created,
             "output_tokens": num_output,
             "cache_read_input_tokens": self._num_cached,
             "cache_creation_input_tokens": self._num_created,

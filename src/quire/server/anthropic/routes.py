@@ -26,7 +26,7 @@ async def create_message(api: GenerationService, body: MessagesBody, request: Re
     """Generate a message in Anthropic's format, whole or as a stream of events."""
     chat_body = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
     chat = await prepare_chat(api, chat_body, request, id_prefix="msg")
-    return await api.answer(chat.job, MessageEncoder(api, chat), request, stream=bool(body.stream))
+    return await api.answer(chat.call, MessageEncoder(api, chat), request, stream=bool(body.stream))
 
 
 @limit_long_bodies

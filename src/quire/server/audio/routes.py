@@ -78,7 +78,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
-    call = api.job(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
+    call = api.new_call(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
     speech = SpeechRequest(
         task,
         form,
@@ -171,7 +171,9 @@ class _SpeechRuns:
         self, name: str, prompts: list[Prompt], params: list[SamplingParams]
     ) -> list[RequestOutput]:
         id_prefix = f"{_ID_PREFIXES[self.task]}-{name}"
-        return await self.api.final_outputs(self.api.job(id_prefix, self.form, self.request, prompts, params))
+        return await self.api.final_outputs(
+            self.api.new_call(id_prefix, self.form, self.request, prompts, params)
+        )
 
     async def detect_language(self, piece: PreparedItem) -> str:
         """Detect the language of the first chunk."""

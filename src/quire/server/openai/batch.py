@@ -52,9 +52,9 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
     for messages in body.messages:
         chats.append(await prepare_chat(api, body.model_copy(update={"messages": messages}), request))
         await pause.if_due()
-    prompts = [prompt for chat in chats for prompt in chat.job.prompts]
-    params = [item for chat in chats for item in chat.job.params]
-    call = dataclasses.replace(chats[0].job, prompts=prompts, params=params)
+    prompts = [prompt for chat in chats for prompt in chat.call.prompts]
+    params = [item for chat in chats for item in chat.call.params]
+    call = dataclasses.replace(chats[0].call, prompts=prompts, params=params)
     outputs = await api.until_disconnect(request, api.final_outputs(call))
     for chat, output in zip(chats, outputs, strict=True):
         answers.append(ChatEncoder(api, chat).response_body([output]))

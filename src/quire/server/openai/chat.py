@@ -21,7 +21,7 @@ _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 async def create_chat_completion(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Create a chat completion, as one response or as a stream of events."""
     chat = await prepare_chat(api, body, request)
-    return await api.answer(chat.job, ChatEncoder(api, chat), request, stream=bool(body.stream))
+    return await api.answer(chat.call, ChatEncoder(api, chat), request, stream=bool(body.stream))
 
 
 class ChatEncoder(ChunkEncoder):
@@ -33,7 +33,7 @@ class ChatEncoder(ChunkEncoder):
         body, num_choices = chat.body, chat.body.n or 1
         options = body.stream_options
         kind = "chat.completion.chunk"
-        super().__init__(api, chat.job, object=kind, options=options, num_choices=num_choices)
+        super().__init__(api, chat.call, object=kind, options=options, num_choices=num_choices)
         self._has_token_fields = bool(body.logprobs or body.return_token_ids or self._usage_in_every_chunk)
         """Whether chunks carry logprobs, token ids or usage, and not only text."""
         self._counts_reasoning = chat.format.reasoning is not None

@@ -39,7 +39,7 @@ class ChatRequest:
     """A chat request that is ready for the engine."""
 
     body: ChatBody
-    job: ApiCall
+    call: ApiCall
     role: str
     """Role of the response message."""
     echoed: str
@@ -88,7 +88,7 @@ async def prepare_chat(
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = _text(last) if body.echo and last.role == role else ""
     return ChatRequest(
-        body, api.job(id_prefix, body, request, [prompt], [params]), role, echoed, tools, format
+        body, api.new_call(id_prefix, body, request, [prompt], [params]), role, echoed, tools, format
     )
 
 

@@ -43,7 +43,7 @@ async def begin_completion(api: GenerationService, body: CompletionBody, request
         raise RequestError("suffix is not currently supported", param="suffix")
     prompts = await api.reader.read_completion(body, max_sequences=api.settings.max_sequences)
     params = await off_loop(params_size(body) * len(prompts), lambda: _all_params(api, body, prompts))
-    return api.job("cmpl", body, request, prompts, params)
+    return api.new_call("cmpl", body, request, prompts, params)
 
 
 def _all_params(api: GenerationService, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:

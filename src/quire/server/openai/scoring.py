@@ -80,7 +80,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     size = sum(map(len, body.items)) + len(body.items) * len(body.query)
     prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
-    call = api.job("generative-scoring", body, request, prompts, [params] * len(prompts))
+    call = api.new_call("generative-scoring", body, request, prompts, [params] * len(prompts))
     outputs = await api.until_disconnect(request, api.final_outputs(call))
     return json_response(_reply(api, body, call, outputs))
 

@@ -175,7 +175,7 @@ class GenerationService:
         """Return the input processor of the model or of the adapter with this name."""
         return self.engine.inputs.of(self.adapters.request_of(name))
 
-    def job(
+    def new_call(
         self,
         id_prefix: str,
         body: CallBody,

@@ -72,7 +72,7 @@ async def pool(
     """Return the call and the model's outputs in the order of the prompts. All requests of the call are
     cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
-    call = api.job(id_prefix, body, request, prompts, [params] * len(prompts))
+    call = api.new_call(id_prefix, body, request, prompts, [params] * len(prompts))
     return call, await api.until_disconnect(request, _run_all(api, call))
 
 

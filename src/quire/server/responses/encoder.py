@@ -61,7 +61,7 @@ class ResponseEncoder(AnswerEncoder):
         }
 
     def _usage(self) -> dict[str, Any]:
-        num_prompt, timeline = self._chat.job.num_prompt_tokens, self._chat.job.timeline
+        num_prompt, timeline = self._chat.call.num_prompt_tokens, self._chat.call.timeline
         timeline_field = (
             {} if timeline is None or timeline.timings is None else {"timeline": timeline.timings}
         )
@@ -142,8 +142,8 @@ class ResponseEncoder(AnswerEncoder):
     def add_output(self, output: RequestOutput) -> list[Event]:
         """Add an output of the engine and return the events that it causes."""
         events = self._begin(output)
-        if self._chat.job.timeline is not None:
-            self._chat.job.timeline.add_output(output)
+        if self._chat.call.timeline is not None:
+            self._chat.call.timeline.add_output(output)
         (completion,) = output.outputs
         self._num_output += len(completion.token_ids)
         if not self._chat.parses:
@@ -195,15 +195,15 @@ class ResponseEncoder(AnswerEncoder):
 
 def fixed_fields(body: ResponseBody, chat: ChatRequest, id: str, *, stored: bool) -> dict[str, Any]:
     """Return the response's fields that repeat the request and do not change while it runs."""
-    (params,) = chat.job.params
+    (params,) = chat.call.params
     assert isinstance(params, SamplingParams)
     text = body.text.model_dump(exclude_none=True) if body.text else {}
     reasoning = body.reasoning
     return {
         "id": id,
         "object": "response",
-        "created_at": chat.job.created,
-        "model": chat.job.model,
+        "created_at": chat.call.created,
+        "model": chat.call.model,
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -68,7 +68,7 @@ class Responses:
         if token_by_token and not body.stream:
             work = _generate_whole(self.api, chat, encoder)
             return json_response(await self.api.until_disconnect(request, work))
-        return await self.api.answer(chat.job, encoder, request, stream=bool(body.stream))
+        return await self.api.answer(chat.call, encoder, request, stream=bool(body.stream))
 
     async def _in_background(
         self,
@@ -82,7 +82,7 @@ class Responses:
         store = self.store
         assert store is not None
         store.check_room()
-        outputs = await self.api.streamed(chat.job)
+        outputs = await self.api.streamed(chat.call)
         release = keep_open(request.scope)
 
         def on_end() -> None:
@@ -204,7 +204,7 @@ async def _generate_whole(
     api: GenerationService, chat: ChatRequest, encoder: ResponseEncoder
 ) -> dict[str, Any]:
     """Generate a response token by token and return the whole response."""
-    outputs = await api.streamed(chat.job)
+    outputs = await api.streamed(chat.call)
     try:
         async for output in outputs:
             encoder.add_output(output)

@@ -60,7 +60,7 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
     params = await off_loop(
         num_chars(body.sampling_params), lambda: _params(api, body, len(prompts[0].token_ids))
     )
-    call = api.job("generate-tokens", body, request, prompts, [params])
+    call = api.new_call("generate-tokens", body, request, prompts, [params])
     return await api.answer(call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
 
 

@@ -33,7 +33,7 @@ from quire.server.tokens.bodies import (
 async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Return the tokens and parameters that a chat would send to the engine."""
     chat = await prepare_chat(api, body, without_account(request))
-    return await _render(api, body, chat.job, lambda prompts: prompts[0])
+    return await _render(api, body, chat.call, lambda prompts: prompts[0])
 
 
 @limit_long_bodies
@@ -126,11 +126,11 @@ async def show_chat_answer(api: GenerationService, body: DerenderChatBody, reque
         chat = await prepare_chat(api, chat_body.model_copy(update=_NOT_STREAMED), request)
     else:
         chat_body = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
-        call = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
+        call = api.new_call("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
         chat = ChatRequest(chat_body, call, api.settings.api.response_role, "")
     _check_choices([tokens_reply], chat_body.n or 1)
     output = await _decode_reply(
-        api.inputs_of(chat.job.model), tokens_reply, _sampling_params(chat.job.params[0])
+        api.inputs_of(chat.call.model), tokens_reply, _sampling_params(chat.call.params[0])
     )
     encoder = ChatEncoder(api, chat)
 
@@ -163,7 +163,7 @@ async def show_completion_answer(
     else:
         completion = CompletionBody(prompt="")  # type: ignore[call-arg]
         prompts = [Prompt([]) for _ in replies]
-        call = api.job("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
+        call = api.new_call("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
     if len(call.prompts) != len(replies):
         raise RequestError(
             f"{len(replies)} generate_responses for {len(call.prompts)} prompts", param="generate_responses"
