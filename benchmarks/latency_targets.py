@@ -122,13 +122,12 @@ def main() -> None:
             job.num_in = args.long_len if job.num_in > 1000 else job.num_in
         return jobs
 
-    engine.use(None)  # the first run compiles kernels; the costs of steps are fitted
-    engine.run(jobs_of(10.0, 2.0), device)
-    engine.use(most)
-    jobs = jobs_of(100.0, 2.0)
-    for job in jobs:
-        job.arrives_at = 0.0
-    top = len(jobs) / engine.run(jobs, None)
+    for setting in (None, *args.static, most):  # the first runs compile kernels and learn the costs of steps
+        jobs = jobs_of(100.0, 2.0)
+        for job in jobs:
+            job.arrives_at = 0.0
+        engine.use(setting)
+        top = len(jobs) / engine.run(jobs, None if setting else device)
     print(f"{top:.1f} requests/s at capacity; ITL target {1e3 * device.itl_s:g} ms", flush=True)
     print(f"{'load':>5} {'tokens':>8} {'good':>7} {'good/s':>7} {'TTFT p50, p99':>22} {'ITL p50, p99':>16}")
     settings = [(load, tokens, device) for load in args.load for tokens in [*args.static, None]]
