@@ -72,3 +72,28 @@ def test_costs_follow_a_change() -> None:
             seconds = 3 * true_s(costs, 8, 100, tokens, 0)
             cost.learn(chunks, np.array([100] * 8 + [0] * (tokens > 0), np.int32), seconds)
     assert cost.step_s(Decodes(8, 800), 500) == pytest.approx(3 * true_s(costs, 8, 100, 500, 0), rel=0.15)
+
+
+@pytest.mark.parametrize("num_slow", [0, 10])
+@pytest.mark.parametrize("device", DEVICES)
+def test_costs_are_learned_while_prompts_always_wait(device: str, num_slow: int) -> None:
+    """Every step has prompt tokens beside its decodes, and the first steps may compile kernels."""
+    cost, costs, draw = StepCost(), DEVICES[device], random.Random(1)
+    wanted = 2000 if device != "prompts dominate" else 300
+    for number in range(300):
+        num_decodes, context = draw.randint(4, 24), draw.randint(200, 400)
+        limit_s = true_s(costs, num_decodes, context, wanted, 0)
+        tokens = min(cost.num_prompt_tokens(limit_s, Decodes(num_decodes, num_decodes * context)), 16_384)
+        step_s = true_s(costs, num_decodes, context, tokens, 0)
+        chunks = np.array([1] * num_decodes + [max(tokens, 8)], np.int32)
+        starts = np.array([context] * num_decodes + [0], np.int32)
+        cost.learn(chunks, starts, step_s * (1 + 0.05 * draw.random()) + 1.5 * (number < num_slow))
+    assert 0.7 * limit_s <= step_s <= 1.2 * limit_s
+
+
+def test_first_steps_are_no_reason_to_warn() -> None:
+    cost = StepCost()
+    for number in range(65):
+        assert not cost.is_reliable
+        cost.learn(np.array([1, 50 + number], np.int32), np.array([9, 0], np.int32), 1.0)
+    assert cost.is_reliable

@@ -22,7 +22,7 @@ MODEL = DEVICES["8B"]
 def trained(**settings: Any) -> Targets:
     """Return targets for a machine with 10 ms for a step and 1 ms for a prompt token."""
     targets = Targets(**settings)
-    for tokens in (100, 200, 400, 800) * 4:
+    for tokens in (100, 200, 400, 800) * 10:
         targets.cost.learn(np.array([1], np.int32), np.array([5], np.int32), 0.010)
         chunks, starts = np.array([1, tokens], np.int32), np.array([5, 0], np.int32)
         targets.cost.learn(chunks, starts, 0.010 + 0.001 * tokens)

@@ -24,6 +24,8 @@ _NUM_PLAIN, _NUM_MIXED = 64, 128
 """Numbers of remembered steps without and with prompt tokens."""
 _LEAST_MIXED = 4
 """Steps with prompt tokens that are needed for an estimate."""
+_NUM_STARTUP = 64
+"""Number of first steps, which may have compiled kernels: warnings do not follow from them."""
 _FIT_INTERVAL = 8
 """Number of steps after which the costs are fitted again; in the beginning they are fitted after every
 step."""
@@ -72,8 +74,14 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps were measured for an estimate of prompts beside decodes."""
-        return bool(self._plain.num_seen) and self._mixed.num_seen >= _LEAST_MIXED
+        """Whether enough steps were measured for an estimate of prompts beside decodes. Steps with decodes
+        alone may be missing, since there are none while prompts wait."""
+        return self._mixed.num_seen >= _LEAST_MIXED
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether enough steps were measured to warn of targets that cannot be met."""
+        return self.is_known and self._plain.num_seen + self._mixed.num_seen > _NUM_STARTUP
 
     def step_s(self, decodes: Decodes, num_prompt_tokens: int = 0) -> float:
         """Return the seconds of a step with these decodes and prompt tokens."""

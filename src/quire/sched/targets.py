@@ -105,7 +105,7 @@ class Targets:
 
     def warn_of_steps(self, running: Running) -> None:
         """Warn once if a step with a single decode takes longer than a target between tokens."""
-        if self.cost.is_known and "itl" not in self._warned and len(running):
+        if self.cost.is_reliable and "itl" not in self._warned and len(running):
             target_s, one_s = float(running.itl_s[running.order].min()), self.cost.step_s(Decodes(1, 0))
             if one_s > target_s:
                 self._warned.add("itl")
@@ -118,8 +118,10 @@ class Targets:
 
     def warn_of_prompt(self, request: Request) -> None:
         """Warn once if a prompt alone takes longer than its target."""
+        if not self.cost.is_reliable or not request.target.ttft_s or "ttft" in self._warned:
+            return
         alone_s = self.cost.prompt_s(len(request.tokens))
-        if request.target.ttft_s and alone_s > request.target.ttft_s and "ttft" not in self._warned:
+        if alone_s > request.target.ttft_s:
             self._warned.add("ttft")
             log.warning(
                 "slo_ttft_ms=%g cannot be met for long prompts on this machine: a prompt of %d tokens takes "
