@@ -80,7 +80,8 @@ def send(port: int, pieces: list[bytes], results: Results, name: str) -> None:
             with contextlib.suppress(TimeoutError):
                 while part := connection.recv(65536):
                     received += part
-            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # the server may have closed the connection
+                connection.shutdown(socket.SHUT_WR)
             connection.settimeout(HANG_S)
             while part := connection.recv(65536):
                 received += part
