@@ -62,3 +62,11 @@ def test_lock_is_added_once_and_only_where_launchers_are_built(
     monkeypatch.delattr(driver, "compile_module_from_src")
     lock_launchers()
     assert not hasattr(driver, "compile_module_from_src")
+
+
+def test_launchers_are_built_without_a_lock_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    (tmp_path / "file").touch()  # no folder: the lock cannot be made
+    assert locked(lambda src: f"built {src}")("one") == "built one"

@@ -5,6 +5,7 @@ the file of an extension and remembers its inode, and then loads what is at the 
 in between, the inode is free, and the next launcher may get it. Python then takes the first launcher for that
 one: the kernel fails, or reads its arguments wrongly."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -29,9 +30,12 @@ def locked(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def build_once(src: str, *args: Any, **options: Any) -> Any:
-        os.makedirs(triton.knobs.cache.dir, exist_ok=True)
         digest = hashlib.sha256(src.encode()).hexdigest()
-        with FileLock(os.path.join(triton.knobs.cache.dir, f"launcher-{digest}.lock")):
+        path = os.path.join(triton.knobs.cache.dir, f"launcher-{digest}.lock")
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
+                os.makedirs(triton.knobs.cache.dir, exist_ok=True)
+                stack.enter_context(FileLock(path))
             return build(src, *args, **options)
 
     return build_once
