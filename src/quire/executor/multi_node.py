@@ -213,7 +213,7 @@ class NodeAgent:
                     case HeadEnd() as end:
                         return end
         except (EOFError, OSError) as error:  # also after the TCP timeout of a machine without power
-            log.debug("The connection to the first machine ends: %r", error)
+            log.debug("The connection to the first machine closed: %r", error)
             return None
         finally:
             self._end_ranks()

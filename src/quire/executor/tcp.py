@@ -246,7 +246,7 @@ class RemoteRanks:
             while node is not None:
                 self._handle(node, decode_from_node(node.pipe.recv_bytes(LONGEST)))
         except (EOFError, OSError, msgspec.MsgspecError) as error:
-            log.debug("The connection from %s ends: %r", address, error)
+            log.debug("The connection of the machine at %s closed: %r", address, error)
         finally:
             if node is not None:
                 node.pipe.close()

@@ -159,7 +159,12 @@ class CoreLink(EngineLink):
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            log.error("%s is unreachable at %.80r: %s; waiting for a new address", self.name, address, error)
+            log.error(
+                "Cannot connect to %s at %.80r: %s. Its requests wait until it has another address",
+                self.name,
+                address,
+                error,
+            )
             self._disconnect()
             self._connected_to = address  # no retry until the address changes
 

@@ -102,7 +102,8 @@ class RequestInFlight:
 def running_requests(
     link: EngineLink, flights: Mapping[str, RequestInFlight], sequence_ids: Collection[str] | None = None
 ) -> dict[str, RequestInFlight]:
-    """Return the requests that run on a connection: all of them, or those with one of `sequence_ids`."""
+    """Return the unfinished requests, by id, that were sent over a connection to an engine core: all of them,
+    or only those of which a sequence has one of `sequence_ids`."""
     return {
         id: flight
         for id, flight in flights.items()

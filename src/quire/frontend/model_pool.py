@@ -23,7 +23,7 @@ class ModelBackend(Protocol):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the cores run, awake or asleep."""
+        """Whether the engine cores of the model run; they may be asleep."""
 
     async def load(self) -> None:
         """Start the cores and load the weights; raise a QuireError if that fails."""

@@ -125,6 +125,7 @@ class OwnCacheModel(TransformersModel):
 
 
 def _takes_chunks(cache: Any) -> bool:
-    """Return whether all layers of a cache are plain keys and values, of all tokens or of a window."""
+    """Return whether several tokens can be computed at once with a cache: all its layers are plain keys and
+    values, of all tokens or of a window."""
     layers: Any = getattr(cache, "layers", None) or ()
     return bool(layers) and all(type(layer).__name__ in _CHUNKABLE for layer in layers)

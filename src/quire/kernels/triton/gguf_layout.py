@@ -233,7 +233,8 @@ def _float16s(block: Tensor, *at: int) -> Tensor:
 
 
 def _read_codes(codes: Tensor, width: int, *shifts: int, bits: int) -> Tensor:
-    """Return `bits` bits of each byte, shifted right. A run of `width` bytes gives a run for each shift."""
+    """Unpack codes of `bits` bits, of which each byte has several. Each run of `width` bytes gives one run of
+    codes for each of `shifts`: those that begin at this bit of the bytes."""
     runs: Tensor = codes.unflatten(-1, (-1, 1, width))
     by = torch.tensor(shifts, dtype=torch.uint8, device=codes.device).view(-1, 1)
     return (runs >> by & ((1 << bits) - 1)).flatten(-3)

@@ -140,7 +140,11 @@ class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
         else:
             reason = self._processes.compile(job)
         if reason is not None:
-            log.debug("Compiling the kernel %s in this process: %s", _name(source), reason)
+            log.debug(
+                "Compiling the kernel %s in this process, since no compile process did: %s",
+                _name(source),
+                reason,
+            )
 
 
 def _is_cached(key: str, source: Any) -> bool:
