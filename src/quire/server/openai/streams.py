@@ -111,8 +111,8 @@ class MergedOutputs:
     async def forward(
         self, reader: Callable[[RequestOutput], None], text_reader: Callable[[str, int], None] | None = None
     ) -> None:
-        """Pass all outputs of all requests to `reader` as soon as they arrive. `text_reader`, for outputs with
-        nothing but text, is not used: it does not get the request's id."""
+        """Pass all outputs of all requests to `reader` as soon as they arrive. `text_reader`, for outputs
+        with nothing but text, is not used: it does not get the request's id."""
         futures: list[asyncio.Future[None]] = []
         try:
             for id, outputs in self._streams.items():
