@@ -174,7 +174,7 @@ def test_crash_falls_back_to_this_process_and_a_failure_names_the_kernel(
     assert code == 0, log.read_text()
     beside, crashed, wrong = printed.read_text().split("--\n")[1:]
     assert beside.split() == ["good", "cached", "True"], "another process compiled it, once"
-    assert "kernel kernels.good in this process: a compile process ended" in crashed
+    assert "kernel kernels.good in this process, not in a compile process: a compile process ended" in crashed
     assert "good cached False" in crashed and "raised" not in crashed
     assert "The kernel kernels.wrong does not compile: " in wrong and "missing" in wrong
     assert "raised CompilationError" in wrong

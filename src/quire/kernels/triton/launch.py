@@ -141,7 +141,7 @@ class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
             reason = self._processes.compile(job)
         if reason is not None:
             log.debug(
-                "Compiling the kernel %s in this process, since no compile process did: %s",
+                "Compiling the kernel %s in this process, not in a compile process: %s",
                 _name(source),
                 reason,
             )
