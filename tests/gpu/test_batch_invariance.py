@@ -130,6 +130,31 @@ def test_families(family: str, tmp_path: Path) -> None:
     check(make_tiny(family, tmp_path, **(SIZES.get(family, {}) | LONG))[0])
 
 
+STATES = (
+    *(
+        "Bamba",
+        "FalconH1",
+        "FalconMamba",
+        "GraniteMoeHybrid",
+        "Jamba",
+        "KimiLinear",
+        "Lfm2",
+        "Lfm2Moe",
+        "Mamba",
+    ),
+    *("Mamba2", "MiniMax", "NemotronH", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Zamba2"),
+)
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_models_with_states(family: str, tmp_path: Path) -> None:
+    check(make_tiny(f"{family}ForCausalLM", tmp_path, **LONG)[0])
+
+
+def test_speculation_with_states(tmp_path: Path) -> None:
+    check_speculation(make_tiny("Qwen3NextForCausalLM", tmp_path, **LONG)[0])
+
+
 FORMATS: dict[str, Callable[[Path], tuple[Path, Any]]] = {
     "awq": lambda folder: requantize("llama", folder, *STORED["awq"], **SIZES["llama"], **LONG),
     "awq experts": lambda folder: requantize(
@@ -171,7 +196,10 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 def test_speculation_has_the_tokens_of_the_plain_engine(tmp_path: Path) -> None:
-    path = make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)[0]
+    check_speculation(make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)[0])
+
+
+def check_speculation(path: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     prompts = prompts_of(300, 9, 40, 5, 254, 250)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.layout import cache_specs, has_ssm_state
 from quire.config.attention_backends import check_backend
 from quire.config.env import Env
 from quire.config.machine import Machine
@@ -40,9 +39,6 @@ def _reasons(facts: ArchFacts, values: Mapping[str, Any], *, pools: bool) -> dic
     it."""
     uses_lora, uses_experts = (values.get(name, False) for name in ("enable_lora", "enable_expert_parallel"))
     return {
-        "recurrent states: prompts are scanned in chunks and decodes step by step, which round differently": (
-            has_ssm_state(cache_specs(facts))
-        ),
         "a sparse-attention indexer": facts.mla is not None and facts.mla.index is not None,
         "LoRA on multi-head latent attention": facts.mla is not None and uses_lora,
         "expert parallelism, which adds the outputs of experts by rank": uses_experts,

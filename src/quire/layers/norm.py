@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoint.facts import ArchFacts
+from quire.kernels import batch_invariant
 from quire.kernels.ops import HeadNorms
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import Group
@@ -122,9 +123,20 @@ def norm_sharded_parts(x: Tensor, weights: tuple[Tensor, ...], eps: float, *, gr
     part is sharded over a tensor-parallel group. `weights` has the weight of each part on this device."""
     parts = x.split([*map(len, weights), x.shape[1] - sum(map(len, weights))], 1)
     wide = [part.float() for part in parts[: len(weights)]]
-    squares = group.all_reduce(torch.stack([part.square().sum(-1) for part in wide], 1))
+    squares = group.all_reduce(torch.cat([sum_of_squares(part) for part in wide], 1))
     for i, weight in enumerate(weights):
         mean = squares[:, i : i + 1] / (group.size * len(weight))  # replicated heads count several times
         scaled = wide[i] * torch.rsqrt(mean + eps)
         parts[i].copy_(weight * scaled.to(weight.dtype))
     return x
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Return the sum of squares [T, 1] of each row. In batch-invariant mode, halves of a row are added until
+    one column is left, because the order of torch's sum depends on the number of rows."""
+    squares = x.square()
+    while batch_invariant.is_on() and squares.shape[1] > 1:
+        half = squares.shape[1] // 2
+        left, right, odd = squares.split([half, half, squares.shape[1] % 2], 1)
+        squares = torch.cat((left + right, odd), 1)
+    return squares.sum(1, keepdim=True)

@@ -21,7 +21,7 @@ from quire.kernels.reference.ssm import (
     choose,
 )
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, sum_of_squares
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import Group
 from quire.quant.sharding import Runs, Shard, by_group, divided, of_heads
@@ -261,7 +261,8 @@ def _gated_norm_of_shards(
     """Compute `StateOps.gated_norm` if a norm group is divided over tensor-parallel ranks."""
     wide, factor = x.float(), F.silu(gate.float())
     wide = wide * factor if gate_first else wide
-    squares = group.gather(wide.square().sum(-1, keepdim=True)).unflatten(1, (norms, -1)).sum(-1)
+    parts = group.gather(sum_of_squares(wide)).unflatten(1, (norms, -1))
+    squares = torch.stack(parts.unbind(-1)).sum(0)  # adds in the order of the ranks
     index = group.rank * norms // group.size
     mean = squares[:, index : index + 1] * norms / (group.size * x.shape[1])
     y = weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)

@@ -1,5 +1,6 @@
 """Tests of the batch-invariant mode: results of its kernels, and the independence of plans from the batch."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from by_hand import Chunks, attend, check, make_case
 from interpreter import more
+from state_cases import Case, run_channel_delta, run_select, with_channel_decays
+from state_cases import make_case as make_state_case
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,9 +20,12 @@ from quire.checkpoint.facts import Routing
 from quire.kernels import batch_invariant, library_matmul
 from quire.kernels.reference.fp8 import E4M3, Scaled
 from quire.kernels.reference.moe import ExpertWeights
+from quire.kernels.reference.ssm import ConvWeights, DecayRates, DeltaInputs, ScanInputs, SSMSequences
 from quire.kernels.triton import attention_launch as launch
 from quire.kernels.triton import fp8, matmul, moe
 from quire.kernels.triton.fixed_gemm import fixed_bmm, fixed_linear
+from quire.kernels.triton.ssm import TritonStateOps
+from quire.layers.norm import sum_of_squares
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -181,3 +187,78 @@ def test_decodes_have_the_bits_of_prompts(
     assert torch.equal(
         part([(10, 150), (2046, 2051), (1000, 1700)], are_decodes=False)[-700:], whole[1000:1700]
     )
+
+
+STATE_OPS = TritonStateOps()
+Run = Callable[[Case, Tensor], Tensor]
+CUTS: dict[str, list[int]] = {
+    "chunks": [0, 33, 65, 66, 70],
+    "decodes": [0, 66, 67, 68, 69, 70],
+    "drafts": [0, 60, 63, 67, 70],
+}
+"""Bounds of the steps in which the 70 tokens of a sequence are processed."""
+
+
+def convolved(case: Case, state: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(70, 4, generator=generator), torch.randn(70, generator=generator)
+    return STATE_OPS.conv(case.x, ConvWeights(weight.to(case.x), bias.to(case.x)), state, case.seqs)
+
+
+def scanned(case: Case, state: Tensor) -> Tensor:
+    inputs = ScanInputs(case.small[:, :3], case.rates, case.skip, (0.2, 0.9))
+    return STATE_OPS.scan(case.x, inputs, state, case.seqs)
+
+
+def selected(case: Case, state: Tensor) -> Tensor:
+    return run_select(STATE_OPS, case, state)
+
+
+def delta(case: Case, state: Tensor) -> Tensor:
+    inputs = DeltaInputs(case.small[:, :3], case.small[:, 3:], case.rates)
+    return STATE_OPS.delta(case.x, inputs, state, case.seqs)
+
+
+def delta_by_channel(case: Case, state: Tensor) -> Tensor:
+    return run_channel_delta(STATE_OPS, case, state)
+
+
+LAYERS: dict[str, tuple[Run, int, tuple[int, ...]]] = {
+    # the operation, columns of its input, shape of a state
+    "convolution": (convolved, 70, (70, 3)),
+    "Mamba-2": (scanned, 3 * 20 + 2 * 24, (3, 20, 24)),
+    "Mamba": (selected, 3 * 19 + 2 * 16, (19, 16)),
+    "delta rule": (delta, 2 * 20 + 3 * 40, (3, 20, 40)),
+    "KDA": (delta_by_channel, 2 * 3 * 16 + 3 * 8, (3, 16, 8)),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_states_have_the_same_bits_after_any_steps(layer: str, cut: str) -> None:
+    """Check prompts in chunks, decodes after a prompt, and steps that keep the state after each token."""
+    run, width, shape = LAYERS[layer]
+    num_states = 4 if cut == "drafts" else 1
+    case = make_state_case([70], width, shape, device=DEVICE, states_per_row=num_states)
+    if layer == "Mamba":
+        case = case._replace(rates=DecayRates(-torch.rand(shape).to(DEVICE) * 4, case.rates.bias))
+    if layer == "KDA":
+        case = with_channel_decays(case)
+    whole, in_steps = case.state.clone(), case.state.clone()
+    expected, actual = run(case, whole), []
+    for first, end in itertools.pairwise(CUTS[cut]):
+        starts = torch.tensor([0, end - first], dtype=torch.int32, device=DEVICE)
+        positions, lens = case.seqs.positions[first:end], np.array([end - first], np.int32)
+        seqs = SSMSequences(starts, case.seqs.rows, positions, lens, num_states)
+        step = case._replace(seqs=seqs, x=case.x[first:end], small=case.small[first:end])
+        actual.append(run(step, in_steps))
+    assert torch.equal(torch.cat(actual), expected) and expected.isfinite().all()
+    last = case.seqs.rows.long() * num_states + 70 % num_states
+    assert torch.equal(in_steps[last], whole[last])
+
+
+def test_sums_of_sharded_norms() -> None:
+    """Check an odd number of columns, and rows that have the same bits alone."""
+    x = random(70, 77)
+    torch.testing.assert_close(sum_of_squares(x), x.square().sum(1, keepdim=True))
+    assert torch.equal(sum_of_squares(x)[5:6], sum_of_squares(x[5:6]))

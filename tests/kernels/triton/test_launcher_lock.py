@@ -45,6 +45,15 @@ def test_threads_and_processes_build_each_launcher_once(tmp_path: Path) -> None:
     assert sorted((tmp_path / "built").read_text().split()) == ["one", "two"]
 
 
+def test_a_process_loads_each_launcher_once() -> None:
+    """Check that a second load, which Python would do into a module that launchers share, does not happen."""
+    loads = []
+    build = locked(lambda src: loads.append(src) or object())
+    first, other = build("one"), build("two")
+    assert build("one") is first is not other
+    assert loads == ["one", "two"]
+
+
 def test_lock_is_added_once_and_only_where_launchers_are_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

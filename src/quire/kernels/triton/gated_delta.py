@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.mamba2 import count_of, decays, place_of, softplus, state_after
+from quire.kernels.triton.mamba2 import count_of, decays, is_kept, place_of, softplus, state_after
 
 
 @triton.jit
@@ -22,8 +22,8 @@ def delta_short(
     state: tl.tensor, numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor,
     stride: tl.tensor, ab_stride: tl.tensor, scale: tl.tensor, beta_scale: tl.tensor,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
-    ALL: tl.constexpr, STATES: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ALL: tl.constexpr, STATES: tl.constexpr, TOKENWISE: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Update the state of one head with each token of a short sequence and compute the outputs. Tensors have
     the shapes of `StateReference.delta`. Grid: (sequences, heads, value_dim / BLOCK_DIM)."""
@@ -36,7 +36,8 @@ def delta_short(
     states = state + head * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
     before = states + state_after(row, position, STATES) * (HEADS * KEY_DIM * DIM)
     h = tl.load(before, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
-    for at in range(0, count_of(first, end, STATES)):
+    count = count_of(first, end, STATES, TOKENWISE)
+    for at in range(0, count):
         token = (first + at).to(tl.int64)
         q_at = qkv + token * stride + head // (HEADS // KEY_HEADS) * KEY_DIM + n
         q = tl.load(q_at, mask=n < KEY_DIM, other=0.0).to(tl.float32)
@@ -51,7 +52,7 @@ def delta_short(
         written = (v - tl.sum(h * k[:, None], 0)) * beta
         h += k[:, None] * written[None, :]
         into = states + state_after(row, position + at + 1, STATES) * (HEADS * KEY_DIM * DIM)
-        tl.store(into, h, mask=exists)
+        tl.store(into, h, mask=exists & is_kept(at + 0 * n, count, STATES)[:, None])
         y = tl.sum(h * q[:, None], 0)
         out_at = out + token * (HEADS * DIM) + head * DIM + dim
         tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)
@@ -99,9 +100,8 @@ def delta_tokens(
         y = tl.sum(h * q[:, None], 0)
         out_at = out + token * (HEADS * DIM) + head * DIM + dim
         tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)
-        # A short sequence keeps the state after each token, a longer sequence only the last state.
         into = states + state_after(row, position + at + 1, STATES) * (HEADS * KEY_DIM * DIM)
-        tl.store(into, h, mask=exists & ((at + 1 + 0 * n == count) | (count + 0 * n <= STATES))[:, None])
+        tl.store(into, h, mask=exists & is_kept(at + 0 * n, count, STATES)[:, None])
 
 
 @triton.jit

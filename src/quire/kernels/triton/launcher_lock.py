@@ -1,9 +1,13 @@
 """One builder for each launcher: the C extension with which some versions of Triton start a kernel.
 
-Processes and threads that build the same launcher replace each other's file in Triton's cache. Python opens
-the file of an extension and remembers its inode, and then loads what is at the path. If the file is replaced
-in between, the inode is free, and the next launcher may get it. Python then takes the first launcher for that
-one: the kernel fails, or reads its arguments wrongly."""
+Two races of threads and processes would give a kernel the launcher of another: it fails, or reads its
+arguments wrongly.
+
+- Processes that build the same launcher replace each other's file in Triton's cache. Python opens the file of
+  an extension and remembers its inode, and then loads what is at the path. If the file is replaced in
+  between, the inode is free, and the next launcher may get it. Python takes the first launcher for that one.
+- Launchers all have the same module name. If a process loads one a second time, Python copies its functions
+  into the module that has this name at that time. Another thread may copy others before they are read."""
 
 import contextlib
 import functools
@@ -18,15 +22,17 @@ from triton.backends.nvidia import driver
 
 
 def lock_launchers() -> None:
-    """Make Triton find, build and load a launcher under a lock that all processes share. Versions without
-    launchers to build stay as they are."""
+    """Make Triton find, build and load a launcher under a lock that all processes share, and only once in a
+    process. Versions without launchers to build stay as they are."""
     build = getattr(driver, "compile_module_from_src", None)
     if build is not None and not hasattr(build, "__wrapped__"):
         driver.compile_module_from_src = locked(build)
 
 
 def locked(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `build`, which makes an extension of the C source `src`, with a lock for each source."""
+    """Return `build`, which makes an extension of the C source `src`, with a lock for each source. The result
+    for a source is kept."""
+    loaded: dict[str, Any] = {}
 
     @functools.wraps(build)
     def build_once(src: str, *args: Any, **options: Any) -> Any:
@@ -36,6 +42,8 @@ def locked(build: Callable[..., Any]) -> Callable[..., Any]:
             with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
                 os.makedirs(triton.knobs.cache.dir, exist_ok=True)
                 stack.enter_context(FileLock(path))
-            return build(src, *args, **options)
+            if digest not in loaded:
+                loaded[digest] = build(src, *args, **options)
+            return loaded[digest]
 
     return build_once

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.mamba2 import count_of, place_of, silu, softplus, state_after
+from quire.kernels.triton.mamba2 import count_of, is_kept, place_of, silu, softplus, state_after
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -15,7 +15,7 @@ def select_short(
     bias: tl.tensor, skip: tl.tensor, state: tl.tensor, numbers: tl.tensor, starts: tl.tensor,
     rows: tl.tensor, positions: tl.tensor, channels: tl.tensor, x_stride: tl.tensor, gate_stride: tl.tensor,
     dt_stride: tl.tensor, bc_stride: tl.tensor,
-    SIZE: tl.constexpr, ALL: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, ALL: tl.constexpr, STATES: tl.constexpr, TOKENWISE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Update the states of BLOCK channels with each token of a short sequence and compute the outputs.
@@ -31,7 +31,8 @@ def select_short(
     first, end, row, position = place_of(numbers, starts, rows, positions, ALL)
     before = state + state_after(row, position, STATES) * channels * SIZE + places
     h = tl.load(before, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
-    for at in range(0, count_of(first, end, STATES)):
+    count = count_of(first, end, STATES, TOKENWISE)
+    for at in range(0, count):
         token = (first + at).to(tl.int64)
         inputs = tl.load(x + token * x_stride + channel, mask=live, other=0.0).to(tl.float32)
         factor = tl.load(gate + token * gate_stride + channel, mask=live, other=0.0).to(tl.float32)
@@ -41,7 +42,7 @@ def select_short(
         step = softplus(step + biases)
         h = h * tl.exp(step[:, None] * rates) + (step * inputs)[:, None] * b_row[None, :]
         into = state + state_after(row, position + at + 1, STATES) * channels * SIZE + places
-        tl.store(into, h, mask=exists)
+        tl.store(into, h, mask=exists & is_kept(at + 0 * n, count, STATES)[None, :])
         y = (tl.sum(h * c_row[None, :], 1) + skips * inputs) * silu(factor)
         tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=live)
 

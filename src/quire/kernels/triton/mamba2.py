@@ -1,7 +1,8 @@
 """Short convolutions and the Mamba-2 scan: kernels for short sequences, and others for longer ones.
 
 Short sequences have at most STATES tokens, the number of states of a row: a single token, possibly with draft
-tokens after it. The state after each of their tokens is kept.
+tokens after it. The state after each of their tokens is kept. With TOKENWISE the kernels for short sequences
+also process longer ones, and keep their last state: the same additions in any chunk of a prompt, and slower.
 """
 
 import triton
@@ -48,12 +49,21 @@ def state_after(row: tl.tensor, num_tokens: tl.tensor, STATES: tl.constexpr) -> 
 
 
 @triton.jit
-def count_of(first: tl.tensor, end: tl.tensor, STATES: tl.constexpr) -> tl.tensor:
-    """Return the number of tokens of a short sequence: the constant 1, without a loop, if STATES is 1."""
+def count_of(
+    first: tl.tensor, end: tl.tensor, STATES: tl.constexpr, TOKENWISE: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return the number of tokens of a sequence: the constant 1, without a loop, if all have a single one."""
     count = end - first
-    if STATES == 1:
+    if STATES == 1 and not TOKENWISE:
         count = 1
     return count
+
+
+@triton.jit
+def is_kept(at: tl.tensor, count: tl.tensor, STATES: tl.constexpr) -> tl.tensor:
+    """Whether the state after token `at` of `count` is stored: each of a short sequence, otherwise the
+    last."""
+    return (at + 1 == count) | (count + 0 * at <= STATES)
 
 
 @triton.jit
@@ -83,10 +93,11 @@ def conv_short(
     out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, state: tl.tensor, numbers: tl.tensor,
     starts: tl.tensor, rows: tl.tensor, positions: tl.tensor, channels: tl.tensor, stride: tl.tensor,
     KERNEL: tl.constexpr, BIASED: tl.constexpr, ACTIVATED: tl.constexpr, ALL: tl.constexpr,
-    STATES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    STATES: tl.constexpr, TOKENWISE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the convolution of a short sequence, and store the state after each token. One thread computes
-    a channel and reads its state before it overwrites it. Grid: (sequences, channels / BLOCK)."""
+    a channel and reads its state before it overwrites it. The order of the sum is that of `conv_chunks`.
+    Grid: (sequences, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < channels
     taps = weight + channel * KERNEL
@@ -95,20 +106,24 @@ def conv_short(
     first, end, row, position = place_of(numbers, starts, rows, positions, ALL)
     start, has_state = first.to(tl.int64), exists & (position + 0 * channel > 0)
     before = state + (state_after(row, position, STATES) * channels + channel) * (KERNEL - 1)
-    for at in range(0, count_of(first, end, STATES)):
+    added = tl.zeros((BLOCK,), tl.float32)
+    if BIASED:
+        added = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
+    count = count_of(first, end, STATES, TOKENWISE)
+    for at in range(0, count):
+        kept = exists & is_kept(at + 0 * channel, count, STATES)
         into = state + (state_after(row, position + at + 1, STATES) * channels + channel) * (KERNEL - 1)
         new = tl.load(x + (start + at) * stride + channel, mask=exists, other=0.0)
-        total = new.to(tl.float32) * last
+        total = added
         for i in tl.static_range(KERNEL - 1):
             past = load_input(
                 x + channel, before, start, at + i - (KERNEL - 1), stride, exists, has_state, KERNEL
             )
             total += past * tl.load(taps + i, mask=exists, other=0.0)
             if i > 0:
-                tl.store(into + i - 1, past.to(new.dtype), mask=exists)
-        tl.store(into + KERNEL - 2, new, mask=exists)
-        if BIASED:
-            total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
+                tl.store(into + i - 1, past.to(new.dtype), mask=kept)
+        tl.store(into + KERNEL - 2, new, mask=kept)
+        total += new.to(tl.float32) * last
         kind = out.dtype.element_ty
         tl.store(out + (start + at) * channels + channel, silu_if(total, ACTIVATED).to(kind), mask=exists)
 
@@ -188,7 +203,8 @@ def scan_short(
     state: tl.tensor, numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor,
     stride: tl.tensor, dt_stride: tl.tensor, least: tl.tensor, most: tl.tensor,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, ALL: tl.constexpr,
-    STATES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
+    STATES: tl.constexpr, TOKENWISE: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute Mamba-2's scan of a short sequence for one head, and store the state after each token. Shapes
     are those of `StateReference.scan`. Grid: (sequences, heads, head_dim / BLOCK_DIM)."""
@@ -201,7 +217,8 @@ def scan_short(
     states = state + head * (DIM * SIZE) + dim[:, None] * SIZE + n[None, :]
     before = states + state_after(row, position, STATES) * (HEADS * DIM * SIZE)
     h = tl.load(before, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
-    for at in range(0, count_of(first, end, STATES)):
+    count = count_of(first, end, STATES, TOKENWISE)
+    for at in range(0, count):
         token = (first + at).to(tl.int64)
         inputs = xbc + token * stride
         x = tl.load(inputs + head * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
@@ -212,7 +229,7 @@ def scan_short(
         step = tl.minimum(tl.maximum(softplus(step + tl.load(bias + head)), least), most)
         h = h * tl.exp(step * tl.load(rate + head)) + (x * step)[:, None] * b[None, :]
         into = states + state_after(row, position + at + 1, STATES) * (HEADS * DIM * SIZE)
-        tl.store(into, h, mask=exists)
+        tl.store(into, h, mask=exists & is_kept(at + 0 * n, count, STATES)[None, :])
         y = tl.sum(h * c[None, :], 1) + x * tl.load(skip + head)
         out_at = out + token * (HEADS * DIM) + head * DIM + dim
         tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)

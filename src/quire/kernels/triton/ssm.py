@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import batch_invariant
 from quire.kernels.reference.ssm import (
     CHUNK,
     GATES,
@@ -16,7 +17,6 @@ from quire.kernels.reference.ssm import (
     MambaInputs,
     ScanInputs,
     SSMSequences,
-    StateReference,
 )
 from quire.kernels.triton import gated_delta as delta_kernels
 from quire.kernels.triton import mamba as select_kernels
@@ -38,7 +38,7 @@ _CHANNELS = 256
 _WIDE_CHANNELS = 512
 """Convolution channels per program for chunks, eight per thread."""
 _MOST_TAPS = 4
-"""Maximum kernel size of a convolution over chunks; larger kernels use torch."""
+"""Maximum kernel size of a convolution over chunks; with larger kernels, tokens are processed in order."""
 _SMALL, _TILE = 2048, 4096
 """State elements per program for few and for many short sequences."""
 _FEW = 512
@@ -109,22 +109,20 @@ class TritonStateOps:
     def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
         weight, bias, activated = weights
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
-        if kernel > _MOST_TAPS and not seqs.short:
-            return StateReference().conv(x, weights, state, seqs)
         out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
         tensors = out, x, weight, weight if bias is None else bias, state
         batch = seqs.starts, seqs.rows, seqs.positions
-        num_states = seqs.states_per_row
+        num_states, tokenwise = seqs.states_per_row, kernel > _MOST_TAPS
         form = {"KERNEL": kernel, "BIASED": bias is not None, "ACTIVATED": activated, "STATES": num_states}
         blocks = triton.cdiv(channels, _CHANNELS)
-        short, count = _short(seqs)
+        short, count, is_all = _short(seqs, tokenwise=tokenwise)
         if count:
             ahead = overlap(count, channels)
             launch(scan_kernels.conv_short, count, blocks)(
-                *tensors, short, *batch, channels, x.stride(0), **form, ALL=seqs.short, BLOCK=_CHANNELS,
-                OVERLAP=ahead, launch_pdl=ahead,
+                *tensors, short, *batch, channels, x.stride(0), **form, ALL=is_all, TOKENWISE=tokenwise,
+                BLOCK=_CHANNELS, OVERLAP=ahead, launch_pdl=ahead,
             )  # fmt: skip
-        if not seqs.short:
+        if not is_all:
             split = seqs.split
             launch(scan_kernels.conv_chunks, len(split.chunks), triton.cdiv(channels, _WIDE_CHANNELS))(
                 *tensors, split.chunks, *batch, channels, x.stride(0), **form, CHUNK=CHUNK,
@@ -147,14 +145,15 @@ class TritonStateOps:
             "HEADS": heads, "GROUPS": (xbc.shape[1] - heads * head_dim) // (2 * size), "DIM": head_dim,
             "SIZE": size, "STATES": seqs.states_per_row, "BLOCK_SIZE": block_size,
         }  # fmt: skip
-        short, count = _short(seqs)
+        tokenwise = batch_invariant.is_on()
+        short, count, is_all = _short(seqs, tokenwise=tokenwise)
         if count:
             block, ahead = _tile(count * heads, head_dim, block_size), overlap(count, heads * head_dim)
             launch(scan_kernels.scan_short, count, heads, triton.cdiv(head_dim, block))(
-                *tensors, short, *rest, **form, ALL=seqs.short, BLOCK_DIM=block, OVERLAP=ahead,
-                launch_pdl=ahead, num_warps=_SCAN_WARPS,
+                *tensors, short, *rest, **form, ALL=is_all, TOKENWISE=tokenwise, BLOCK_DIM=block,
+                OVERLAP=ahead, launch_pdl=ahead, num_warps=_SCAN_WARPS,
             )  # fmt: skip
-        if not seqs.short:
+        if not is_all:
             block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN.dim)
             launch(scan_kernels.scan_chunks, len(seqs.split.longer), heads, triton.cdiv(head_dim, block))(
                 *tensors, seqs.split.longer, *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
@@ -170,16 +169,17 @@ class TritonStateOps:
         assert b.stride(0) == c.stride(0)
         out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
         batch, strides = (seqs.starts, seqs.rows, seqs.positions), (x.stride(0), gate.stride(0), dt.stride(0))
-        short, count = _short(seqs)
+        tokenwise = batch_invariant.is_on()
+        short, count, is_all = _short(seqs, tokenwise=tokenwise)
         if count:
             block_size, ahead = triton.next_power_of_2(size), overlap(count, channels)
             block = max(_SELECTED // block_size, 1)
             launch(select_kernels.select_short, count, triton.cdiv(channels, block))(
                 out, x, gate, dt, b, c, *rates, skip, state, short, *batch, channels, *strides, b.stride(0),
-                SIZE=size, ALL=seqs.short, STATES=seqs.states_per_row, BLOCK=block, BLOCK_SIZE=block_size,
-                OVERLAP=ahead, launch_pdl=ahead,
+                SIZE=size, ALL=is_all, STATES=seqs.states_per_row, TOKENWISE=tokenwise, BLOCK=block,
+                BLOCK_SIZE=block_size, OVERLAP=ahead, launch_pdl=ahead,
             )  # fmt: skip
-        if not seqs.short:
+        if not is_all:
             longer, bc = seqs.split.longer, _pack_bc(b, c)
             for block in _BLOCKS if only_compiles() else [_channels_per_warp(len(longer) * channels)]:
                 launch(select_kernels.select_tokens, len(longer), triton.cdiv(channels, block))(
@@ -197,21 +197,22 @@ class TritonStateOps:
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
         batch = seqs.starts, seqs.rows, seqs.positions
         strides, scale = (qkv.stride(0), a.stride(0)), key_dim**-0.5
-        block_key = triton.next_power_of_2(max(key_dim, 1 if seqs.short else _LEAST))
+        tokenwise = batch_invariant.is_on()
+        short, count, is_all = _short(seqs, tokenwise=tokenwise)
+        block_key = triton.next_power_of_2(max(key_dim, 1 if is_all else _LEAST))
         shape = {
             "HEADS": heads, "KEY_HEADS": (qkv.shape[1] - heads * value_dim) // (2 * key_dim),
             "KEY_DIM": key_dim, "DIM": value_dim, "EPS": L2_EPS, "BLOCK_KEY": block_key,
         }  # fmt: skip
         states = {"STATES": seqs.states_per_row}
-        short, count = _short(seqs)
         if count:
             block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)
             launch(delta_kernels.delta_short, count, heads, triton.cdiv(value_dim, block))(
                 out, qkv, a, b, *rates, state, short, *batch, *strides, scale, form.beta_scale, **shape,
-                **states, ALL=seqs.short, BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead,
+                **states, ALL=is_all, TOKENWISE=tokenwise, BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead,
                 num_warps=_DELTA_WARPS,
             )  # fmt: skip
-        if not seqs.short:
+        if not is_all:
             split, shape, exact = seqs.split, shape | {"CHUNK": CHUNK}, _dot_options(qkv.dtype, _DELTA)
             by_key = torch.empty(len(qkv), heads, key_dim, dtype=qkv.dtype, device=qkv.device)
             by_value = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
@@ -268,13 +269,14 @@ class TritonStateOps:
         return out
 
 
-def _short(seqs: SSMSequences) -> tuple[Tensor, int]:
-    """Return the indices of the short sequences and their number. If all are short, the kernels do not read
-    the indices, and the tensor is any."""
-    if seqs.short:
-        return seqs.rows, len(seqs.lens)
+def _short(seqs: SSMSequences, *, tokenwise: bool) -> tuple[Tensor, int, bool]:
+    """Return the indices of the sequences for the kernels of short ones, their number, and whether these are
+    all: all are short, or also longer ones are processed token by token (`tokenwise`). The kernels do not
+    read the indices of all sequences; the tensor is any then."""
+    if seqs.short or tokenwise:
+        return seqs.rows, len(seqs.lens), True
     assert seqs.split.short is not None
-    return seqs.split.short, seqs.split.num_short
+    return seqs.split.short, seqs.split.num_short, False
 
 
 def _channels_per_warp(num_channels: int) -> int:
@@ -294,7 +296,8 @@ def _pack_bc(b: Tensor, c: Tensor) -> Tensor:
 def _tile(num_heads: int, dim: int, other: int) -> int:
     """Return how many elements of dimension `dim` of a head's state a program processes for short sequences;
     of the dimension `other` it processes all."""
-    limit = (_SMALL if num_heads <= _FEW else _TILE) // other
+    small = num_heads <= _FEW and not batch_invariant.is_on()
+    limit = (_SMALL if small else _TILE) // other
     return max(min(int(triton.next_power_of_2(dim)), limit), 1)
 
 
