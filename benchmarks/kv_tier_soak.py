@@ -11,12 +11,10 @@ of each process over its life.
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,12 +24,10 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
+from server_process import CALL_S, Server
 
-START_S = 600.0
-CALL_S = 600.0
 TIE = 0.1
 """Largest difference of two logprobs that rounding may turn around: a batch changes the order of sums."""
 CACHE = ("--num-gpu-blocks-override", "161", "--max-model-len", "1024", "--max-num-seqs", "8")
@@ -42,46 +38,14 @@ AGENT = (
 )
 
 
-class Server:
-    """A server with the packaged model in a process of its own."""
-
-    def __init__(self, log: Path, *flags: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "quire", "serve", *flags, "--port", str(self.port), *CACHE]
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        until = time.monotonic() + START_S
-        while True:
-            with contextlib.suppress(OSError):
-                self.call("/health")
-                return
-            if self.process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"the server has not started; see {log}")
-            time.sleep(0.5)
-
-    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=CALL_S) as answer:
-            text = answer.read()
-        return json.loads(text) if path.startswith("/v1") else text.decode()
-
-    def processes(self) -> dict[str, psutil.Process]:
-        """Return the API process and the engine core."""
-        found = {"api": psutil.Process(self.process.pid)}
-        for child in found["api"].children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if child.name().startswith("quire:EngineC"):
-                    found["core"] = child
-        return found
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
+def processes_of(server: Server) -> dict[str, psutil.Process]:
+    """Return the API process and the engine core."""
+    found = {"api": psutil.Process(server.process.pid)}
+    for child in found["api"].children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.name().startswith("quire:EngineC"):
+                found["core"] = child
+    return found
 
 
 class Soak:
@@ -161,11 +125,7 @@ class Soak:
     def send_aborts(self) -> None:
         while not self.is_over:
             body = {"prompt": self.draw.choice(self.prompts), "max_tokens": 200, "stream": True}
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{self.server.port}/v1/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
+            request = self.server.request("/v1/completions", body)
             with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=CALL_S) as answer:
                 for _ in range(self.draw.randrange(1, 8)):
                     answer.readline()
@@ -176,7 +136,7 @@ class Soak:
         after = self.began + every_s
         while not self.is_over:
             time.sleep(1.0)
-            core = self.server.processes().get("core")
+            core = processes_of(self.server).get("core")
             if core is not None and time.monotonic() > after:
                 os.kill(core.pid, signal.SIGKILL)
                 self.count("kills of the core")
@@ -185,7 +145,7 @@ class Soak:
     def watch_memory(self) -> None:
         while not self.is_over:
             with contextlib.suppress(psutil.Error):
-                processes = self.server.processes().items()
+                processes = processes_of(self.server).items()
                 self.memory.append({name: (one.pid, one.memory_info().rss) for name, one in processes})
             time.sleep(2.0)
 
@@ -224,7 +184,7 @@ class Soak:
 
 def check(soak: Soak, log: Path, flags: list[str]) -> None:
     """Compare all answers with those of a server without a prefix cache."""
-    server = Server(log, *flags, "--no-enable-prefix-caching")
+    server = Server(log, *flags, *CACHE, "--no-enable-prefix-caching")
     expected: dict[int, list[int]] = {}
     for prompt, tokens in soak.answers:
         key = soak.prompts.index(prompt)
@@ -266,7 +226,7 @@ def main() -> None:
         log, cache = Path(folder) / "log", Path(folder) / "kv"
         tiers = ("--kv-offloading-dir", str(cache), "--kv-offloading-dir-size", "1")
         flags = shlex.split(args.serve)
-        server = Server(log, *flags, *tiers, "--enable-prompt-tokens-details")
+        server = Server(log, *flags, *CACHE, *tiers, "--enable-prompt-tokens-details")
         try:
             soak = Soak(server, args.seconds, args.seed)
             soak.run(args.kill_every)
