@@ -248,17 +248,16 @@ def main() -> None:
         finally:
             server.stop()
         kinds = Counter(run.verdict(stream, references) for stream in run.streams)
+        table(run, kinds, alone_s, num_bytes)
+        print(f"| resident MiB before and after | {first_mib:,}, {last_mib:,} |")
+        print(f"| tracebacks in the log | {log.read_text(errors='replace').count('Traceback')} |", flush=True)
         if args.compare:
             pipe.send(-last - 1)
             pipe.recv()
             (Path(folder) / "config.json").write_text((Path(args.config_dir) / "config.json").read_text())
-            kinds["a new engine's answers differ"] = sum(
-                map(list.__ne__, answers, answers_of_new_engine(folder, shlex.split(args.serve)))
-            )
-        text = log.read_text(errors="replace")
-    table(run, kinds, alone_s, num_bytes)
-    print(f"| resident MiB before and after | {first_mib:,}, {last_mib:,} |")
-    print(f"| tracebacks in the log | {text.count('Traceback')} |")
+            others = answers_of_new_engine(folder, shlex.split(args.serve))
+            num_wrong = sum(answer != other for answer, other in zip(answers, others, strict=True))
+            print(f"| answers of a new engine that differ | {num_wrong} of {len(answers)} |")
 
 
 def answers_of_new_engine(folder: str, flags: list[str]) -> list[list[int]]:
@@ -271,7 +270,7 @@ def answers_of_new_engine(folder: str, flags: list[str]) -> list[list[int]]:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         max_model_len=2048,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.8,
         batch_invariant="--batch-invariant" in flags,
     )
     prompts: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]

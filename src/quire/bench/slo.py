@@ -26,6 +26,8 @@ from quire.sched.targets import Targets
 
 _MAX_LEN = 262_144
 _ROWS = 256
+_GRAPH_TOKENS = 1024
+"""Prompt tokens of the largest step that is captured as a CUDA graph."""
 
 
 class SimulatedGpu(NamedTuple):
@@ -33,6 +35,10 @@ class SimulatedGpu(NamedTuple):
     tokens, by prompt token, and by pair of a prompt token and a token before it."""
 
     costs: tuple[float, ...]
+    start_s: float
+    """Seconds of attention by token before a prompt's tokens, however few these are."""
+    eager_s: float
+    """Seconds of a step that is too large for a CUDA graph, which the host needs to launch it."""
     ttft_s: float
     """Target of short prompts."""
     long_ttft_s: float
@@ -42,14 +48,17 @@ class SimulatedGpu(NamedTuple):
     def seconds(self, plan: StepPlan, starts: np.ndarray, noise: float) -> float:
         is_decode = plan.num_tokens == 1
         chunks = plan.num_tokens[~is_decode].astype(float)
-        pairs = float((chunks * (starts[~is_decode] + chunks / 2)).sum())
+        before = starts[~is_decode]
+        pairs = float((chunks * (before + chunks / 2)).sum())
         terms = (1.0, is_decode.sum(), starts[is_decode].sum(), bool(len(chunks)), chunks.sum(), pairs)
-        return float(np.dot(terms, self.costs)) * noise
+        shortest_s = self.start_s * float(before.max(initial=0))
+        seconds = float(np.dot(terms, self.costs)) + max(0.0, shortest_s - pairs * self.costs[5])
+        return max(seconds, self.eager_s if chunks.sum() > _GRAPH_TOKENS else 0.0) * noise
 
 
 DEVICES = {
-    "0.6B": SimulatedGpu((0.70e-3, 12e-6, 13e-9, 0.8e-3, 2.4e-6, 12e-12), 0.2, 2.0, 0.010),
-    "8B": SimulatedGpu((3.9e-3, 22e-6, 20e-9, 1.5e-3, 22.5e-6, 40e-12), 0.5, 4.0, 0.030),
+    "0.6B": SimulatedGpu((0.70e-3, 12e-6, 30e-9, 0.8e-3, 2.4e-6, 460e-12), 0.36e-6, 0.011, 0.2, 2.0, 0.010),
+    "8B": SimulatedGpu((3.9e-3, 22e-6, 34e-9, 1.5e-3, 22.5e-6, 950e-12), 0.41e-6, 0.011, 0.5, 4.0, 0.030),
 }
 """Costs near those of an H200: docs/performance.md."""
 

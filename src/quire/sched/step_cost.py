@@ -1,8 +1,12 @@
 """StepCost: a model of the duration of a step, fitted to finished steps while the engine runs.
 
 The duration is a sum of terms with a cost each: a constant, the decodes, the tokens in their contexts, a
-constant of steps with prompt tokens, the prompt tokens, and the pairs of a prompt token and a token before
-it. Most delays only lengthen a step, so steps that took much longer than expected count less."""
+constant of steps with prompt tokens, the prompt tokens, the pairs of a prompt token and a token before it,
+and the tokens before the prompt tokens, however few these are. Real devices deviate from such a sum, for
+instance where steps become too large for a CUDA graph. So the sum is multiplied by a factor for each class of
+steps, which are those with about the same number of prompt tokens, and each class has its own remembered
+steps. Most delays only lengthen a step, so steps that took much longer than others of their class count less.
+"""
 
 import math
 from typing import NamedTuple
@@ -20,19 +24,23 @@ FIRST_TOKENS = 64
 _MAX_GROWTH = 2
 """A step may have this multiple of the prompt tokens of the largest remembered step: beyond that, the model
 would extrapolate too far."""
-_NUM_PLAIN, _NUM_MIXED = 64, 128
-"""Numbers of remembered steps without and with prompt tokens."""
+_NUM_PLAIN, _NUM_MIXED = 64, 24
+"""Numbers of remembered steps without prompt tokens, and of each class with prompt tokens."""
+_MEMORY = 256
+"""Number of steps with prompt tokens after which one of them is forgotten, so that a class is tried again
+that was slow once."""
+_NUM_TERMS, _NUM_CLASSES = 7, 24
 _LEAST_MIXED = 4
 """Steps with prompt tokens that are needed for an estimate."""
 _NUM_STARTUP = 64
 """Number of first steps, which may have compiled kernels: warnings do not follow from them."""
-_FIT_INTERVAL = 8
-"""Number of steps after which the costs are fitted again; in the beginning they are fitted after every
-step."""
+_FIT_INTERVAL, _SURPRISE = 16, 1.5
+"""Number of steps after which the costs are fitted again. In the beginning they are fitted after every step,
+and always after a step that took more than this multiple of what was expected."""
 _RIDGE = 1e-6
 """Relative weight of a preference for small costs, which decides between terms that always occur together."""
 _SURE_RATIO = 1.3
-"""Steps that took longer than this multiple of the estimate count less."""
+"""Steps that took longer than this multiple of the median of their class count less."""
 
 
 class Decodes(NamedTuple):
@@ -55,9 +63,12 @@ class StepCost:
     """Costs of the terms of a step, in seconds."""
 
     def __init__(self) -> None:
-        self._costs: Floats = np.zeros(6)
+        self._costs: Floats = np.zeros(_NUM_TERMS)
         """Seconds per unit of each term."""
-        self._plain, self._mixed = _Samples(_NUM_PLAIN), _Samples(_NUM_MIXED)
+        self._classes = [_Samples(_NUM_MIXED if number else _NUM_PLAIN) for number in range(_NUM_CLASSES)]
+        self._factors = [1.0] * _NUM_CLASSES
+        """Median of the measured over the summed seconds in each class."""
+        self._num_mixed = self._max_prompt_tokens = 0
 
     def learn(self, chunks: Ints, starts: Ints, seconds: float) -> None:
         """Record the duration of a step that computed `chunks` tokens of each row, after `starts` tokens."""
@@ -65,54 +76,78 @@ class StepCost:
             return
         is_decode = chunks == 1
         prompts, before = chunks[~is_decode].astype(np.float64), starts[~is_decode]
-        decodes = Decodes(int(is_decode.sum()), int(starts[is_decode].sum()))
-        terms = _terms(decodes, float(prompts.sum()), float((prompts * (before + prompts / 2)).sum()))
-        samples = self._mixed if len(prompts) else self._plain
-        samples.add(terms, seconds)
-        if samples.num_seen <= _FIT_INTERVAL or not samples.num_seen % _FIT_INTERVAL:
+        num_tokens = int(prompts.sum())
+        decodes = Decodes(int(is_decode.sum()), int(starts[is_decode].sum()), int(before.max(initial=0)))
+        terms = _terms(decodes, num_tokens, float((prompts * (before + prompts / 2)).sum()))
+        samples = self._classes[_class_of(num_tokens)]
+        self._num_mixed += num_tokens > 0
+        samples.add(terms, seconds, self._num_mixed)
+        self._max_prompt_tokens = max(self._max_prompt_tokens, num_tokens)
+        num_seen = self._num_mixed if num_tokens else samples.num_seen
+        expected_s = self._factors[_class_of(num_tokens)] * float(terms @ self._costs)
+        if num_seen <= _FIT_INTERVAL or not num_seen % _FIT_INTERVAL or seconds > _SURPRISE * expected_s:
             self._fit()
 
     @property
     def is_known(self) -> bool:
         """Whether enough steps were measured for an estimate of prompts beside decodes. Steps with decodes
         alone may be missing, since there are none while prompts wait."""
-        return self._mixed.num_seen >= _LEAST_MIXED
+        return self._num_mixed >= _LEAST_MIXED
 
     @property
     def is_reliable(self) -> bool:
         """Whether enough steps were measured to warn of targets that cannot be met."""
-        return self.is_known and self._plain.num_seen + self._mixed.num_seen > _NUM_STARTUP
+        return self.is_known and self._classes[0].num_seen + self._num_mixed > _NUM_STARTUP
 
     def step_s(self, decodes: Decodes, num_prompt_tokens: int = 0) -> float:
         """Return the seconds of a step with these decodes and prompt tokens."""
-        return float(_terms(decodes, num_prompt_tokens) @ self._costs)
+        factor = self._factors[_class_of(num_prompt_tokens)]
+        return factor * float(_terms(decodes, num_prompt_tokens) @ self._costs)
+
+    def least_s(self, decodes: Decodes) -> float:
+        """Return the seconds of a step with these decodes and prompt tokens, without the seconds that grow
+        with the number of the prompt tokens."""
+        fixed_s, _, _ = self._parts(decodes)
+        return self._factors[_class_of(FIRST_TOKENS)] * fixed_s
+
+    def _parts(self, decodes: Decodes) -> tuple[float, float, float]:
+        """Return the summed seconds of a step as a polynomial of its prompt tokens."""
+        _, _, _, step_s, token_s, pair_s, start_s = self._costs.tolist()
+        fixed_s = float(_terms(decodes, 0) @ self._costs) + step_s + start_s * decodes.prompt_start
+        return fixed_s, token_s + pair_s * decodes.prompt_start, pair_s / 2
 
     def prompt_s(self, num_tokens: float, start: float = 0.0) -> float:
-        """Return the seconds that the rest of a prompt takes alone, from token `start` to token `num_tokens`.
-        The constant costs of its steps are not included."""
+        """Return the seconds that the rest of a prompt takes alone, from token `start` to token `num_tokens`,
+        in steps that are as large as possible. The constant costs of its steps are not included."""
         tokens = num_tokens - start
-        return float(tokens * self._costs[4] + tokens * (start + tokens / 2) * self._costs[5])
+        factor = self._factors[_class_of(int(min(tokens, self._max_prompt_tokens)))]
+        return factor * float(tokens * self._costs[4] + tokens * (start + tokens / 2) * self._costs[5])
 
     def num_prompt_tokens(self, seconds: float, decodes: Decodes) -> int:
         """Return the number of prompt tokens that a step has room for if it takes at most `seconds`."""
         if not self.is_known:
             return FIRST_TOKENS
-        _, _, _, step_s, token_s, pair_s = self._costs.tolist()
-        left_s = seconds - self.step_s(decodes) - step_s
-        most = _MAX_GROWTH * max(FIRST_TOKENS, self._mixed.max_prompt_tokens)
-        if left_s <= 0:
-            return 0
-        linear, square = token_s + pair_s * decodes.prompt_start, pair_s / 2
-        if linear * most + square * most * most <= left_s:
-            return most
-        return int(2 * left_s / (linear + math.sqrt(linear * linear + 4 * square * left_s)))
+        fixed_s, linear, square = self._parts(decodes)
+        most = _MAX_GROWTH * max(FIRST_TOKENS, self._max_prompt_tokens)
+        for number in range(_class_of(most), 0, -1):
+            left_s = seconds / self._factors[number] - fixed_s
+            tokens = min(most, (1 << number) - 1)  # the largest step of this class
+            if left_s <= 0:
+                continue
+            if linear * tokens + square * tokens * tokens > left_s:
+                tokens = int(2 * left_s / (linear + math.sqrt(linear * linear + 4 * square * left_s)))
+            if _class_of(tokens) == number:
+                return tokens
+        return 0
 
     def _fit(self) -> None:
         """Fit the costs by least squares of the relative errors; no cost is negative."""
-        terms = np.concatenate([self._plain.terms, self._mixed.terms])
-        seconds = np.concatenate([self._plain.seconds, self._mixed.seconds])
-        ratio = seconds / np.maximum(terms @ self._costs, 1e-9) if self.is_known else np.ones(len(seconds))
-        weights = np.minimum(1.0, _SURE_RATIO / ratio) ** 2
+        for samples in self._classes[1:]:
+            samples.forget(self._num_mixed - _MEMORY)
+        known = [samples for samples in self._classes if len(samples.seconds)]
+        terms = np.concatenate([samples.terms for samples in known])
+        seconds = np.concatenate([samples.seconds for samples in known])
+        weights = np.concatenate([samples.weights(self._costs) for samples in known])
         scale = np.abs(terms).max(0) + 1e-12
         scaled = terms / scale / seconds[:, None]
         gram, target = (scaled * weights[:, None]).T @ scaled, weights @ scaled
@@ -125,35 +160,64 @@ class StepCost:
                 break
             used &= costs > 0
         self._costs = np.maximum(costs, 0.0) / scale
+        self._factors[0] = self._classes[0].factor(self._costs) or 1.0
+        factors = [samples.factor(self._costs) for samples in self._classes[1:]]
+        factor = next(filter(None, factors), 1.0)  # of the next smaller class that has steps, or the first
+        for number, measured in enumerate(factors, 1):
+            self._factors[number] = factor = measured or factor
 
 
 class _Samples:
-    """The terms and seconds of the last steps of one kind."""
+    """The terms and seconds of the last steps of one class."""
 
     def __init__(self, most: int) -> None:
-        self._terms, self._seconds = np.zeros((most, 6)), np.zeros(most)
+        self._most = most
+        self.terms, self.seconds = np.zeros((0, _NUM_TERMS)), np.zeros(0)
+        self._added_at = np.zeros(0, np.int64)
         self.num_seen = 0
 
-    def add(self, terms: Floats, seconds: float) -> None:
-        at = self.num_seen % len(self._seconds)
-        self._terms[at], self._seconds[at] = terms, seconds
+    def add(self, terms: Floats, seconds: float, now: int) -> None:
+        """Add a step at the time `now`, counted in steps, in place of the oldest if there are too many."""
+        first = int(len(self.seconds) == self._most)
+        self.terms = np.concatenate([self.terms[first:], terms[None]])
+        self.seconds = np.append(self.seconds[first:], seconds)
+        self._added_at = np.append(self._added_at[first:], now)
         self.num_seen += 1
 
-    @property
-    def terms(self) -> Floats:
-        return self._terms[: self.num_seen]
+    def forget(self, until: int) -> None:
+        """Forget the steps that were added before."""
+        first = int(np.searchsorted(self._added_at, until))
+        self.terms, self.seconds = self.terms[first:], self.seconds[first:]
+        self._added_at = self._added_at[first:]
 
-    @property
-    def seconds(self) -> Floats:
-        return self._seconds[: self.num_seen]
+    def ratios(self, costs: Floats) -> Floats:
+        """Return the measured over the summed seconds of each step."""
+        return self.seconds / np.maximum(self.terms @ costs, 1e-9)
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        return int(self.terms[:, 4].max(initial=0))
+    def factor(self, costs: Floats) -> float | None:
+        """Return the median of `ratios` and of two ratios of 1, since a few steps may be delayed; None
+        without steps."""
+        return _median([1.0, 1.0, *self.ratios(costs).tolist()]) if len(self.seconds) else None
+
+    def weights(self, costs: Floats) -> Floats:
+        """Return the weight of each step, which is lower for outliers of the class."""
+        ratios = self.ratios(costs)
+        return np.minimum(1.0, _SURE_RATIO * _median(ratios.tolist()) / ratios) ** 2
 
 
-def _terms(decodes: Decodes, prompt_tokens: float, pairs: float | None = None) -> Floats:
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _class_of(num_prompt_tokens: int) -> int:
+    """Return the class of a step: 0 without prompt tokens, otherwise the number of bits of their number."""
+    return min(num_prompt_tokens.bit_length(), _NUM_CLASSES - 1)
+
+
+def _terms(decodes: Decodes, prompt_tokens: int, pairs: float | None = None) -> Floats:
     """Return the terms of a step. `pairs` defaults to those of a single prompt."""
     if pairs is None:
         pairs = prompt_tokens * (decodes.prompt_start + prompt_tokens / 2)
-    return np.array([1.0, decodes.num, decodes.context, prompt_tokens > 0, prompt_tokens, pairs])
+    start = decodes.prompt_start if prompt_tokens else 0
+    has_prompt = prompt_tokens > 0
+    return np.array([1.0, decodes.num, decodes.context, has_prompt, prompt_tokens, pairs, start])

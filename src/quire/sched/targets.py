@@ -25,8 +25,10 @@ log = get_logger(__name__)
 
 _MARGIN = 0.85
 """Part of a target that a step is planned for; the rest is for deviations from the estimate."""
-_LEAST_PART = 1 / 3
-"""If the decodes alone take longer than the target allows, prompts may lengthen their step by this part."""
+_SMALL_FACTOR, _LARGE_FACTOR, _NEAR = 4 / 3, 2.0, 0.7
+"""Factors by which prompt tokens may lengthen a step over that of its decodes and a few prompt tokens,
+whatever the target is. The second is used if that step takes more than the given part of the target: many
+prompt tokens may take little longer than a few, and prompts that end sooner leave more steps without them."""
 _RENEWAL = 4.0
 """A missed deadline is replaced by one that is this many times as far from the arrival."""
 _COUNT_S = 0.05
@@ -65,7 +67,9 @@ class Targets:
         if target_s == math.inf:
             return None
         decodes = Decodes.of(running, pending)
-        seconds = max(_MARGIN * target_s, (1 + _LEAST_PART) * self.cost.step_s(decodes))
+        least_s = self.cost.least_s(decodes)
+        factor = _SMALL_FACTOR if least_s <= _NEAR * target_s else _LARGE_FACTOR
+        seconds = max(_MARGIN * target_s, factor * least_s)
         return max(LEAST_TOKENS, self.cost.num_prompt_tokens(seconds, decodes))
 
     def due_times(self, running: Running, pending: Ints, now: float) -> NDArray[np.float64]:
