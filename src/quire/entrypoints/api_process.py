@@ -29,7 +29,8 @@ from quire.frontend.prefix_map import PrefixMap
 from quire.frontend.tracing import tracer_of
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyPages
-from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.engine import EngineMetrics
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionHandle
 from quire.server.lora.registry import LoRARegistry

@@ -30,7 +30,7 @@ from quire.frontend.control import CALL_TIMEOUT_S
 from quire.frontend.engine_link import EngineLink, Owner
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
-from quire.system.cluster_token import secure
+from quire.system.socket_security import secure
 
 log = get_logger(__name__)
 

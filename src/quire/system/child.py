@@ -57,8 +57,9 @@ class Child:
         self.says, child_end = connection.Pipe(duplex=False)
         try:
             self.process = self.make(child_end)
-            with main_left_out(), interrupts_held():
-                self.process.start()
+            if self.process.pid is None:  # otherwise it runs already
+                with main_left_out(), interrupts_held():
+                    self.process.start()
         finally:
             child_end.close()
         self.started_at = time.monotonic()

@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
-import psutil
-from tqdm import tqdm
-
 from quire.logs import name_process
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -35,12 +32,16 @@ minutes."""
 
 def parent_age_s() -> float:
     """Return the seconds since the parent of this process, such as a supervisor, was started."""
+    import psutil  # here, since only the first API process calls this
+
     return time.time() - psutil.Process(os.getppid()).create_time()
 
 
 def adopt(role: str) -> None:
     """Set up a child process: name it, let it die with its parent (on Linux), and leave SIGINT to its
     parent."""
+    from tqdm import tqdm  # here, since the supervisor shows no progress
+
     name_process(role)
     tqdm.set_lock(threading.RLock())  # the default is a semaphore that a killed process leaks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
