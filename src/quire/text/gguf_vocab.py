@@ -170,11 +170,11 @@ def frame_text(backend: Tokenizer, *, bos: str | None, eos: str | None) -> None:
         )
 
 
-def _required_list(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
+def _required_list(metadata: Mapping[str, Any], name: str) -> list[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if values is None or len(values) == 0:
         raise ConfigError(f"the GGUF file has no tokenizer.ggml.{name}; convert the model again with it")
-    return values  # type: ignore[no-any-return]
+    return list(values)
 
 
 def _pre_tokenizer(name: str) -> GGUFPreTokenizer:
