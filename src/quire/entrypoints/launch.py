@@ -31,7 +31,8 @@ from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind
-from quire.server.lora.registry import LoRAModule, LoRARegistry
+from quire.server.lora.modules import LoRAModule
+from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import ServerSettings
 from quire.system.child import Child
 from quire.system.cluster_token import cluster_token, new_token

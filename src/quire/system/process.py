@@ -55,6 +55,21 @@ def adopt(role: str) -> None:
 
 
 @contextlib.contextmanager
+def main_left_out() -> Iterator[None]:
+    """Keep processes that are spawned within this context from running the user's script, which may have no
+    `if __name__ == "__main__"`."""
+    main = sys.modules["__main__"]
+    before = {name: getattr(main, name, None) for name in ("__spec__", "__file__")}
+    for name in before:
+        setattr(main, name, None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(main, name, value)
+
+
+@contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Block SIGINT in this thread within the context, and for good in child processes that start there.
     Otherwise a Ctrl-C during their imports prints a traceback for each of them. Multiprocessing's resource

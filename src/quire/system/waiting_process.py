@@ -8,8 +8,7 @@ from multiprocessing import connection, reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from quire.system.child import main_left_out
-from quire.system.process import interrupts_held
+from quire.system.process import interrupts_held, main_left_out
 
 
 class WaitingProcess:
