@@ -118,19 +118,14 @@ class GGUFStrings(Sequence[str]):
         return self._number
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._decoded())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._decoded()[index]
-
-    def _decoded(self) -> list[str]:
         data, at, unpack = self._data, self._start, _U64.unpack_from
-        out: list[str] = []
         for _ in range(self._number):
             end = at + 8 + unpack(data, at)[0]
-            out.append(data[at + 8 : end].decode("utf-8", "replace"))
+            yield data[at + 8 : end].decode("utf-8", "replace")
             at = end
-        return out
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
 
 
 class GGUFFile:

@@ -39,6 +39,7 @@ from quire.system.memory_trim import trim_memory
 from quire.system.process import (
     SPARE_BYTES,
     adopt,
+    imports_frozen,
     parent_age_s,
     shorten_thread_switches,
     tune_allocator,
@@ -212,7 +213,9 @@ async def _serve(
     keys: KeyPages | None,
     registry: LoRARegistry,
 ) -> None:
-    from quire.server.main import serve  # the supervisor imports this file, but no web server
+    # The web server is imported after the tokenizer was read, into the memory that this has freed.
+    with imports_frozen():
+        from quire.server.main import serve
 
     engine.start()
     with suppress(TimeoutError):  # so that requests are not refused if the cores are ready already

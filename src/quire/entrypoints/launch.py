@@ -37,7 +37,7 @@ from quire.server.settings import ServerSettings
 from quire.system.child import Child
 from quire.system.cluster_token import cluster_token, new_token
 from quire.system.platform import hardware_threads, thread_advice
-from quire.system.process import raise_file_limit
+from quire.system.process import imports_frozen, raise_file_limit
 from quire.system.scratch import Scratch
 from quire.system.shared_cache import create_shared_memory
 from quire.system.waiting_process import WaitingProcess
@@ -316,7 +316,8 @@ class Supervisor:
 
 
 def _run_api(*args: Any) -> None:
-    from quire.entrypoints.api_process import run_api
+    with imports_frozen():
+        from quire.entrypoints.api_process import run_api
 
     run_api(*args)
 
