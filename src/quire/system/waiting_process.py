@@ -49,9 +49,8 @@ class WaitingProcess:
 
 
 def _wait_for_call(calls: connection.Connection, prepare: Callable[[], object]) -> None:
-    with contextlib.suppress(
-        Exception
-    ):  # the function that is called will meet the same error, and report it
+    # After an error the function that is called will meet the same error, and report it.
+    with contextlib.suppress(Exception):
         prepare()
     try:
         function, args = calls.recv()
