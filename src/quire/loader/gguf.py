@@ -20,7 +20,7 @@ from quire.quant.gguf import BLOCKS, GGUFFormat, Stored
 # Weights dequantized at a time, so that a large embedding never exists in float32 as a whole.
 _CHUNK_WEIGHTS = 1 << 24
 _ALL = slice(None)
-_KEPT_BYTES = 32 << 20
+_KEPT_BYTES = 8 << 20
 """Bytes of the file that may stay in memory while it is read."""
 
 
