@@ -11,7 +11,8 @@ from quire import LLM, SamplingParams
 from quire.data.prefix_miss import MISS_REASONS
 from quire.data.stats import FinishedSequence, FrontStats, SequenceTimes, StepStats
 from quire.errors import RequestError
-from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages, length_buckets
+from quire.metrics.engine import EngineMetrics
+from quire.metrics.pages import MetricsLayout, MetricsPages, length_buckets
 from quire.metrics.reader import Counter, Gauge, Histogram
 
 PROMPT = list(range(20, 37))

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.checkpoint.draft import METHODS as DRAFT_METHODS
 from quire.checkpoint.draft import Draft, check_draft_settings, check_vocabulary, read_draft
@@ -31,7 +31,9 @@ from quire.logs import get_logger
 from quire.system.platform import detect
 from quire.text.grammar import Grammars, Vocabulary
 from quire.text.grammar_lexers import MAX_BYTES
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:  # a supervisor opens no tokenizer, and a core only for grammars
+    from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -202,16 +204,18 @@ def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
     return replace(config, draft=draft)
 
 
-def _tokenizers(config: EngineConfig, draft: Draft) -> tuple[Tokenizer | None, Tokenizer | None]:
+def _tokenizers(config: EngineConfig, draft: Draft) -> "tuple[Tokenizer | None, Tokenizer | None]":
     """Return the tokenizers of the target and the draft model, whose vocabularies must match. Both are None
     for a draft head, or if the draft model has no tokenizer."""
     path = draft.checkpoint.path
     if draft.method != "draft_model" or not (path.is_file() or (path / "tokenizer.json").is_file()):
         return None, None
+    from quire.text.tokenizer import load_tokenizer
+
     return open_tokenizer(config), load_tokenizer(path, draft.checkpoint.format)
 
 
-def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
+def open_tokenizer(config: EngineConfig) -> "Tokenizer | None":
     model = config.model
     if model.skip_tokenizer_init:
         return None
@@ -225,12 +229,14 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
             cache_root=env.cache_root,
             load_format="dummy",
         )
+    from quire.text.tokenizer import load_tokenizer
+
     return load_tokenizer(
         path, "gguf" if path.suffix == ".gguf" else "hf", trust_remote_code=model.trust_remote_code
     )
 
 
-def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def eos_ids(config: EngineConfig, tokenizer: "Tokenizer | None") -> tuple[int, ...]:
     """Return the EOS token ids. The tokenizer's own comes first: an output that ends with it has no
     stop_reason."""
     tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
@@ -240,7 +246,7 @@ def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...
 
 
 def open_grammars(
-    config: EngineConfig, tokenizer: Tokenizer | None = None, *, max_bytes: int = MAX_BYTES
+    config: EngineConfig, tokenizer: "Tokenizer | None" = None, *, max_bytes: int = MAX_BYTES
 ) -> Grammars | None:
     """Return the compiler of grammars for constrained outputs; None for a pooling model or without a
     tokenizer. If `tokenizer` is None, it is opened on first use. Up to `max_bytes` of compiled grammars are
@@ -258,7 +264,7 @@ def open_grammars(
     return Grammars(vocabulary, num_threads, switches, max_bytes)
 
 
-def vocabulary_of(tokenizer: Tokenizer, size: int, eos: tuple[int, ...]) -> Vocabulary:
+def vocabulary_of(tokenizer: "Tokenizer", size: int, eos: tuple[int, ...]) -> Vocabulary:
     """Return the vocabulary, as grammars need it, of a model with `size` token ids. Raise a ValueError if the
     tokenizer does not support grammars."""
     table = tokenizer.token_bytes

@@ -51,3 +51,23 @@ def test_help_of_serve_does_not_import_the_engine() -> None:
         "quire.config.engine",
     }
     assert "quire.server.settings" in imported and imported & heavy == set()
+
+
+def test_supervisor_imports_neither_the_engine_nor_the_web_server() -> None:
+    """Catches a process that starts others and takes the memory, and the seconds, of what they import."""
+    modules = ("early_core", "launch", "launch_models", "models_config", "serve")
+    imported = modules_after("import " + ", ".join(f"quire.entrypoints.{name}" for name in modules))
+    heavy = {
+        *("torch", "tokenizers", "PIL", "zmq", "prometheus_client", "psutil", "tqdm"),
+        *("fastapi", "pydantic", "uvicorn", "uvloop"),
+        *("quire.core.process", "quire.core.build", "quire.executor", "quire.frontend.engine"),
+        *("quire.server.app", "quire.server.main", "quire.entrypoints.api_process"),
+    }
+    assert "quire.entrypoints.launch" in imported and imported & heavy == set()
+
+
+def test_engine_arguments_and_lora_flags_import_no_event_loop() -> None:
+    """Catches an import before the engine core starts, which all imports of the core then wait for."""
+    imported = modules_after("import quire.entrypoints.serve, quire.entrypoints.early_core")
+    heavy = {"asyncio", "filelock", "numpy", "quire.config.engine", "quire.config.engine_args"}
+    assert "quire.entrypoints.serve" in imported and imported & heavy == set()

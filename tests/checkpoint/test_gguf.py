@@ -10,7 +10,7 @@ from gguf import GGUFReader, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 
-from quire.checkpoint.gguf import GGML_TYPES, GGUFFile
+from quire.checkpoint.gguf import GGML_TYPES, GGUFFile, GGUFStrings
 from quire.errors import ConfigError
 
 
@@ -54,6 +54,23 @@ def test_metadata_values_keep_their_types(path: Path) -> None:
     assert metadata["tokenizer.ggml.tokens"] == ["<s>", "Ġhé", "", "日本"]
     assert metadata["tokenizer.ggml.token_type"].tolist() == [3, 1, 1, 1]
     assert metadata["tokenizer.ggml.scores"].tolist() == [0.0, -1.5, -2.5, 1.0]
+
+
+def test_vocabulary_is_decoded_where_it_is_used(tmp_path: Path) -> None:
+    """Catches a wrong place of a string in a long array, and a long array that is decoded at once."""
+    path = tmp_path / "vocabulary.gguf"
+    words = [f"{'é' * (number % 5)}{number}" for number in range(3000)]
+    writer = GGUFWriter(path, "llama")
+    writer.add_token_list(words)
+    writer.add_bool("some.flag", True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    metadata = GGUFFile(path).metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, GGUFStrings) and metadata["some.flag"] is True
+    assert len(tokens) == 3000 and list(tokens) == words and tokens[-1] == words[-1]
 
 
 def test_tensor_offsets_equal_the_reference_reader(path: Path) -> None:

@@ -17,9 +17,10 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.layout import CacheSpec
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.quant.facts import QuantFacts
-from quire.config.args import EngineArgs, check_args
+from quire.config.args import check_args
 from quire.config.attention_backends import check_backend
 from quire.config.engine import EngineConfig, resolve
+from quire.config.engine_args import EngineArgs
 from quire.config.env import Env
 from quire.config.generation import default_sampling
 from quire.config.load import load_section

@@ -33,7 +33,7 @@ from quire.data.wire import (
     decode_from_core,
     encode,
 )
-from quire.metrics.engine import MetricsLayout, MetricsPages
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.sched.lora import LoRAScheduler
 
 TOKEN = "shared"

@@ -7,7 +7,7 @@ import pytest
 from quire.core import stats_log
 from quire.core.stats_log import StatsLog
 from quire.data.stats import STAT_LOGGERS, IntervalStats, StepStats
-from quire.metrics.engine import MetricsLayout, MetricsPages
+from quire.metrics.pages import MetricsLayout, MetricsPages
 
 INTERVAL_S = 10.0
 

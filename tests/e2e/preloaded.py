@@ -29,7 +29,13 @@ _spawnv_passfds, _SpawnPopen = util.spawnv_passfds, popen_spawn_posix.Popen
 _MAX_ORDER_BYTES = 1 << 20
 _MAX_FDS = 64
 _MODULES = (
-    *("quire.entrypoints.launch", "quire.server.main", "quire.core.process", "quire.executor.inprocess"),
+    *(
+        "quire.entrypoints.launch",
+        "quire.entrypoints.api_process",
+        "quire.server.main",
+        "quire.core.process",
+        "quire.executor.inprocess",
+    ),
     *(
         "quire.executor.worker_process",
         "quire.worker.worker",

@@ -13,7 +13,7 @@ from tiny_text import TextModel, open_text, text_model
 from quire import LLM, SamplingParams
 from quire.configure import configure
 from quire.core.build import build_core
-from quire.core.process import config_of_rank
+from quire.core.facts import config_of_rank
 from quire.data.block_hash import short_hash
 from quire.data.request import Request
 

@@ -29,7 +29,8 @@ from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.fleet_link import Fleet
 from quire.frontend.inputs import InputProcessor
-from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.engine import EngineMetrics
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.system.shared_arena import ArenaReader
 from quire.text.tokenizer import Tokenizer

@@ -30,8 +30,8 @@ from quire.data.wire import Hello as ClientHello
 from quire.entrypoints.launch import Supervisor
 from quire.errors import ConfigError
 from quire.system import node_registry as roll_module
-from quire.system.cluster_token import secure
 from quire.system.node_registry import Announcer, JoinNode, NodeRegistry
+from quire.system.socket_security import secure
 
 PATIENCE_S = 60.0
 TOKEN = "the secret of the deployment"

@@ -9,7 +9,8 @@ import zmq
 
 from quire.config.env import Env
 from quire.errors import ConfigError
-from quire.system.cluster_token import FILE_NAME, Handshakes, cluster_token, is_same, new_token, secure
+from quire.system.cluster_token import FILE_NAME, cluster_token, is_same, new_token
+from quire.system.socket_security import Handshakes, secure
 
 
 def env_of(folder: Path, **variables: str) -> Env:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.system.process import all_objects, collect_all, shorten_thread_switches
+from quire.system.process import all_objects, collect_all, imports_frozen, shorten_thread_switches
 
 
 class Circle:
@@ -29,6 +29,18 @@ def test_objects_stay_collectable_beside_frozen_ones(call: Callable[[], object])
     del circle
     gc.collect()
     assert alive() is None
+
+
+def test_garbage_is_collected_again_after_imports() -> None:
+    """Catches a process that never collects garbage after an import has failed."""
+    num_before = gc.get_freeze_count()
+    try:
+        with pytest.raises(ImportError), imports_frozen():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() and gc.get_freeze_count() > num_before
+    finally:
+        gc.unfreeze()
 
 
 def test_waiting_threads_interrupt_others_sooner() -> None:

@@ -3,6 +3,7 @@
 import mmap
 import re
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +20,8 @@ _MAX_DIMS = 8
 _MAX_ARRAY_DEPTH = 8
 _MAX_ALIGNMENT = 1 << 20
 _NUM_NAMED = 5
+_MAX_LIST = 1000
+"""Number of strings from which an array of strings is decoded only when it is used."""
 
 SAMPLING_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
@@ -102,6 +105,27 @@ class GGUFTensor:
     offset: int
     """First byte, counted from the start of the file."""
     nbytes: int
+
+
+class GGUFStrings(Sequence[str]):
+    """The strings of a vocabulary in a mapped file, decoded each time that they are used: as Python objects
+    they take 5 to 30 MB, and most readers of a file need only its other values."""
+
+    def __init__(self, data: bytes | mmap.mmap, start: int, number: int) -> None:
+        self._data, self._start, self._number = data, start, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[str]:
+        data, at, unpack = self._data, self._start, _U64.unpack_from
+        for _ in range(self._number):
+            end = at + 8 + unpack(data, at)[0]
+            yield data[at + 8 : end].decode("utf-8", "replace")
+            at = end
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
 
 
 class GGUFFile:
@@ -232,11 +256,11 @@ class _Header:
         start = self.take(self.u64(what), what)
         return self.data[start : self.at].decode("utf-8", "replace")
 
-    def strings(self, number: int, what: str) -> list[str]:
+    def strings(self, number: int, what: str) -> Sequence[str]:
         """Read an array of strings. Since vocabularies have 150k strings, the loop uses local names only."""
         data, at, size = self.data, self.at, self.size
         unpack = _U64.unpack_from
-        out: list[str] = []
+        strings = GGUFStrings(data, at, number)
         for _ in range(number):
             end = at + 8
             if end <= size:
@@ -244,10 +268,9 @@ class _Header:
             if end > size:
                 self.at = at
                 self.take(end - at, what)
-            out.append(data[at + 8 : end].decode("utf-8", "replace"))
             at = end
         self.at = at
-        return out
+        return strings if number > _MAX_LIST else list(strings)
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind == _STRING:

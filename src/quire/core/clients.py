@@ -10,7 +10,8 @@ import zmq
 from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import FromCore, StepDone, ToCore, decode_hello, decode_to_core, encode
 from quire.logs import FirstWarning, get_logger
-from quire.system.cluster_token import is_same, secure
+from quire.system.cluster_token import is_same
+from quire.system.socket_security import secure
 
 log = get_logger(__name__)
 

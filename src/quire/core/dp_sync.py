@@ -16,16 +16,8 @@ from quire.config.sections import ParallelSection
 from quire.data.step_plan import StepPlan
 from quire.errors import ConfigError, EngineDead
 from quire.logs import FirstWarning, get_logger
-from quire.system.cluster_token import (
-    FAILURES,
-    MISMATCHES,
-    VARIABLE,
-    Handshakes,
-    cluster_token,
-    events_of,
-    is_same,
-    secure,
-)
+from quire.system.cluster_token import VARIABLE, cluster_token, is_same
+from quire.system.socket_security import FAILURES, MISMATCHES, Handshakes, events_of, secure
 
 log = get_logger(__name__)
 

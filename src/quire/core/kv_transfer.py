@@ -19,8 +19,9 @@ from quire.executor import Executor
 from quire.logs import FirstWarning, get_logger
 from quire.sched.kv_manager import KVManager
 from quire.sched.kv_offers import KVOffers, OfferAddress
-from quire.system.cluster_token import VARIABLE, cluster_token, is_same, secure
+from quire.system.cluster_token import VARIABLE, cluster_token, is_same
 from quire.system.kv_channel import KnownEngine, open_memory, token_host, zmq_address
+from quire.system.socket_security import secure
 
 log = get_logger(__name__)
 

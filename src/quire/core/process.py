@@ -5,9 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
@@ -16,6 +14,7 @@ from quire.config.plugins import load_plugins
 from quire.core.build import build_core
 from quire.core.clients import Clients
 from quire.core.engine_core import EngineCore
+from quire.core.facts import CoreFacts, core_name
 from quire.core.rpc import CoreRpc
 from quire.core.stats_log import StatsLog
 from quire.data.request import Request
@@ -25,7 +24,7 @@ from quire.data.wire import Abort, Add, ControlCall, Heartbeat, Hello, Missing, 
 from quire.errors import EngineDead, QuireError
 from quire.executor.worker_process import world_size
 from quire.logs import get_logger
-from quire.metrics.engine import MetricsLayout, MetricsPages
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.system.memory_trim import trim_memory
 from quire.system.platform import devices_of
@@ -43,33 +42,6 @@ TURN_S = 0.002
 """Least number of seconds for reading messages between two steps."""
 TURN_SHARE = 0.25
 """Time for reading messages between two steps as a share of the last step's time, if more than `TURN_S`."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoreFacts:
-    """Address and metrics page of an engine core, and its number among the cores of its machine."""
-
-    address: str
-    metrics_file: Path
-    token: str = field(repr=False)
-    """Secret shared with the core's API server processes, and with the engines that step together with it."""
-    page: int = 0
-    num_pages: int = 1
-    """Number of engines with pages in `metrics_file`."""
-    index: int = 0
-    num_local: int = 1
-    """Number of cores on this machine, which share its devices; `index` is the number of this core."""
-    keeps_media: bool = False
-    """Whether the core caches the data of multimodal items that its API server process sent."""
-
-
-def core_name(rank: int, size: int) -> str:
-    return "EngineCore" if size == 1 else f"EngineCore_DP{rank}"
-
-
-def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """Return the configuration of the core with data-parallel rank `rank`."""
-    return replace(config, parallel=replace(config.parallel, data_parallel_rank=rank))
 
 
 def run_core(config: EngineConfig, facts: CoreFacts, parent: Connection) -> None:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from quire.data.stats import STAT_LOGGERS, IntervalStats, StepStats
 from quire.errors import one_line
 from quire.logs import get_logger
-from quire.metrics.engine import MetricsPages
+from quire.metrics.pages import MetricsPages
 
 log = get_logger(__name__)
 

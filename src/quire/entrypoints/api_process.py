@@ -29,7 +29,8 @@ from quire.frontend.prefix_map import PrefixMap
 from quire.frontend.tracing import tracer_of
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyPages
-from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.engine import EngineMetrics
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionHandle
 from quire.server.lora.registry import LoRARegistry
@@ -38,6 +39,7 @@ from quire.system.memory_trim import trim_memory
 from quire.system.process import (
     SPARE_BYTES,
     adopt,
+    imports_frozen,
     parent_age_s,
     shorten_thread_switches,
     tune_allocator,
@@ -211,7 +213,9 @@ async def _serve(
     keys: KeyPages | None,
     registry: LoRARegistry,
 ) -> None:
-    from quire.server.main import serve  # the supervisor imports this file, but no web server
+    # The web server is imported after the tokenizer was read, into the memory that this has freed.
+    with imports_frozen():
+        from quire.server.main import serve
 
     engine.start()
     with suppress(TimeoutError):  # so that requests are not refused if the cores are ready already

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from quire.config.args import EngineArgs
 from quire.config.engine import EngineConfig
+from quire.config.engine_args import EngineArgs
 from quire.configure import configure
 from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput

@@ -2,31 +2,27 @@
 
 import asyncio
 import functools
-import multiprocessing
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from quire.config.data_parallel import local_ranks
 from quire.config.engine import EngineConfig
 from quire.config.mm_caches import engine_holds_values
-from quire.core.process import CoreFacts, config_of_rank, core_name, run_core
+from quire.core.child import KILL_AFTER_S, clear_gauges, core_child
+from quire.core.facts import CoreFacts
 from quire.entrypoints.api_process import make_engine
 from quire.errors import ConfigError
 from quire.frontend.core_relay import CoreRelay
 from quire.frontend.engine import AsyncEngine
 from quire.metrics.api_keys import KeyPages
-from quire.metrics.engine import MetricsLayout, MetricsPages
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.system.child import Child
 from quire.system.cluster_token import new_token
 from quire.system.scratch import Scratch
 
-KILL_AFTER_S = 5.0
-"""Seconds that a process has to end after SIGTERM before it is killed."""
 POLL_S = 0.2
 
 
@@ -131,23 +127,6 @@ class ChildCores:
         for rank in self.children:
             clear_gauges(self._layout, self._facts[rank])
         self.children = {}
-
-
-def core_child(config: EngineConfig, rank: int, facts: CoreFacts, num_ranks: int) -> Child:
-    """Return an engine core as a child process that is not started yet."""
-
-    def make(parent: connection.Connection) -> BaseProcess:
-        args = (config_of_rank(config, rank), facts, parent)
-        context = multiprocessing.get_context("spawn")
-        return context.Process(target=run_core, args=args, name=core_name(rank, num_ranks))
-
-    return Child("the engine" if num_ranks == 1 else f"engine {rank}", make)
-
-
-def clear_gauges(layout: MetricsLayout, facts: CoreFacts) -> None:
-    """Clear the gauges of a core that has ended, so that metrics do not show its requests."""
-    file, page, num_engines = facts.metrics_file, facts.page, facts.num_pages
-    MetricsPages(layout, file, engine=page, num_engines=num_engines).clear_gauges()
 
 
 @asynccontextmanager

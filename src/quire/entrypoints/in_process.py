@@ -25,7 +25,8 @@ from quire.frontend.inputs import Prompt
 from quire.frontend.multimodal import media_reader
 from quire.frontend.open_inputs import open_inputs
 from quire.frontend.outputs import AnyOutput, OutputProcessor
-from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.engine import EngineMetrics
+from quire.metrics.pages import MetricsLayout, MetricsPages
 
 T = TypeVar("T")
 

@@ -1,4 +1,9 @@
-"""The supervisor: binds the port, starts core and API processes, restarts those that die, and shuts down."""
+"""The supervisor: binds the port, starts core and API processes, restarts those that die, and shuts down.
+
+It imports neither the engine nor the web server: only the processes that it starts do. Modules that only some
+servers need (for several machines, API keys or LoRA adapters) are imported where they are used. This saves
+memory, and time before the processes start.
+"""
 
 import functools
 import multiprocessing
@@ -10,35 +15,35 @@ from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config.data_parallel import Topology, lay_out
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.expert_parallel import steps_together
 from quire.config.mm_caches import cache_kind, engine_holds_values, max_bytes
-from quire.core.process import CoreFacts
-from quire.entrypoints.api_process import run_api
-from quire.entrypoints.child_cores import KILL_AFTER_S, clear_gauges, core_child
+from quire.core.child import KILL_AFTER_S, clear_gauges, core_child
+from quire.core.facts import CoreFacts
 from quire.errors import ConfigError
-from quire.executor.multi_node import run_node
 from quire.frontend.prefix_map import PrefixMap
 from quire.logs import get_logger
-from quire.metrics.api_keys import KeyPages
-from quire.metrics.engine import MetricsLayout, MetricsPages
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind
+from quire.server.lora.modules import LoRAModule
 from quire.server.lora.registry import LoRARegistry
-from quire.server.lora.service import locate_modules
 from quire.server.settings import ServerSettings
 from quire.system.child import Child
 from quire.system.cluster_token import cluster_token, new_token
-from quire.system.node_registry import Announcer, NodeRegistry, free_address, own_address
 from quire.system.platform import hardware_threads, thread_advice
-from quire.system.process import raise_file_limit
+from quire.system.process import imports_frozen, raise_file_limit
 from quire.system.scratch import Scratch
 from quire.system.shared_cache import create_shared_memory
+from quire.system.waiting_process import WaitingProcess
+
+if TYPE_CHECKING:
+    from quire.system.node_registry import Announcer, NodeRegistry
 
 log = get_logger(__name__)
 
@@ -47,7 +52,12 @@ class Supervisor:
     """Keeps cores and API processes running until it is stopped."""
 
     def __init__(
-        self, config: EngineConfig, settings: ServerSettings, topology: Topology, folder: Path
+        self,
+        config: EngineConfig,
+        settings: ServerSettings,
+        topology: Topology,
+        folder: Path,
+        early: WaitingProcess | None = None,
     ) -> None:
         self.config = config
         self.settings = replace(settings, http=replace(settings.http, api_server_count=topology.num_api))
@@ -72,7 +82,8 @@ class Supervisor:
         self.registry = self._open_registry()
         self.announcer = self._open_announcer()
         self.cores = {
-            rank: core_child(config, rank, self._core_facts(rank), topology.size) for rank in topology.local
+            rank: core_child(config, rank, self._core_facts(rank), topology.size, early)
+            for rank in topology.local
         }
         self.apis = [
             Child(f"API server {index}", functools.partial(self._make_api, index))
@@ -102,12 +113,22 @@ class Supervisor:
         cores are used from another machine."""
         if self.topology.num_api:
             return {rank: f"ipc://{self.folder}/core{rank}" for rank in self.topology.local}
+        from quire.system.node_registry import free_address, own_address
+
         host = own_address(self.config.parallel.data_parallel_address, Env.read(os.environ).host_ip)
         return {rank: free_address(host) for rank in self.topology.local}
 
-    def _open_registry(self) -> NodeRegistry | None:
+    def _address_of(self, rank: int) -> str | Path:
+        """Return the address of a core, or the file in which the registry keeps that of a core elsewhere."""
+        if self.registry is None or rank in self.addresses:
+            return self.addresses[rank]
+        return self.registry.file_of(self.folder, rank)
+
+    def _open_registry(self) -> "NodeRegistry | None":
         if not self.topology.remote:
             return None
+        from quire.system.node_registry import NodeRegistry
+
         parallel = self.config.parallel
         return NodeRegistry(
             parallel.data_parallel_address,
@@ -118,9 +139,11 @@ class Supervisor:
             token=self.token,
         )
 
-    def _open_announcer(self) -> Announcer | None:
+    def _open_announcer(self) -> "Announcer | None":
         if self.topology.num_api:
             return None
+        from quire.system.node_registry import Announcer
+
         parallel = self.config.parallel
         return Announcer(
             parallel.data_parallel_address,
@@ -154,15 +177,11 @@ class Supervisor:
 
     def _make_api(self, index: int, parent: connection.Connection) -> BaseProcess:
         connections = self.listener if self.dealer is None else self.dealer.open(index)
-        folder = self.folder
-        addresses = {
-            rank: self.addresses.get(rank) or NodeRegistry.file_of(folder, rank)
-            for rank in self.topology.served
-        }
+        addresses = {rank: self._address_of(rank) for rank in self.topology.served}
         files = (self._metrics_file, self._prefix_file, self._key_file, self._adapters_file)
         media = "" if self._media_fd is None else f"/proc/{os.getpid()}/fd/{self._media_fd}"
         args = (index, self.config, self.settings, connections, addresses, self.token, *files, media, parent)
-        return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
+        return self.context.Process(target=_run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
         """Run until a signal ends it; return the exit code."""
@@ -174,8 +193,10 @@ class Supervisor:
         MetricsPages.create(self._metrics_file, layout, num_api=len(self.apis), num_engines=len(engines))
         PrefixMap.create(self._prefix_file)
         if names := key_names(self.settings.keys):
+            from quire.metrics.api_keys import KeyPages
+
             KeyPages.create(self._key_file, len(names), num_api=len(self.apis))
-        LoRARegistry.create(self._adapters_file, locate_modules(self.settings))
+        LoRARegistry.create(self._adapters_file, _locate_modules(self.settings))
         problem = ""
         try:
             for child in self._children:
@@ -294,19 +315,37 @@ class Supervisor:
         return 0
 
 
+def _run_api(*args: Any) -> None:
+    with imports_frozen():
+        from quire.entrypoints.api_process import run_api
+
+    run_api(*args)
+
+
+def _locate_modules(settings: ServerSettings) -> list[LoRAModule]:
+    if not settings.modules:
+        return []
+    from quire.server.lora.service import locate_modules
+
+    return locate_modules(settings)
+
+
 def _terminate(children: Iterable[Child]) -> None:
     for child in children:
         if child.process is not None and child.is_alive:
             os.kill(child.process.pid or 0, signal.SIGTERM)
 
 
-def launch(config: EngineConfig, settings: ServerSettings) -> int:
+def launch(config: EngineConfig, settings: ServerSettings, early: WaitingProcess | None = None) -> int:
+    """Serve until the server is stopped; return the exit code. `early` is the process of the only core."""
     http = settings.http
     if config.parallel.nnodes > 1 and http.headless != (config.parallel.node_rank > 0):
         raise ConfigError(
             "with several nodes the first (--node-rank 0) serves the API, all others need --headless"
         )
     if config.parallel.node_rank > 0:
+        from quire.executor.multi_node import run_node
+
         return run_node(config)
     topology = lay_out(config.parallel, headless=http.headless, api_server_count=http.api_server_count)
     if settings.responses is not None and topology.num_api > 1:
@@ -316,4 +355,4 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
         )
     raise_file_limit()
     with Scratch() as scratch:
-        return Supervisor(config, settings, topology, scratch.path).run()
+        return Supervisor(config, settings, topology, scratch.path, early).run()

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from quire.config.data_parallel import Topology
 from quire.entrypoints.launch import Supervisor
 from quire.entrypoints.models_config import ConfiguredModel
-from quire.entrypoints.models_process import run_models
 from quire.errors import ConfigError
 from quire.memory import human, model_memory
 from quire.server.settings import ServerSettings
@@ -39,10 +39,16 @@ class ModelsSupervisor(Supervisor):
             self.folder,
             parent,
         )
-        return self.context.Process(target=run_models, args=args, name=f"APIServer{index}")
+        return self.context.Process(target=_run_models, args=args, name=f"APIServer{index}")
 
     def _warn_about_threads(self) -> None:
         """Log no advice: how many threads are in use depends on the models that are awake."""
+
+
+def _run_models(*args: Any) -> None:
+    from quire.entrypoints.models_process import run_models  # here, so that the supervisor does not import it
+
+    run_models(*args)
 
 
 def memory_budget(models: Sequence[ConfiguredModel], settings: ServerSettings) -> int:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
-from quire.config.args import EngineArgs
 from quire.config.engine import EngineConfig
+from quire.config.engine_args import EngineArgs
 from quire.config.generation import default_sampling
 from quire.config.unsupported import check_supported
 from quire.configure import configure

@@ -15,7 +15,7 @@ from quire.config.server_sections import SERVER_SECTIONS
 from quire.configure import configure
 from quire.errors import ConfigError
 from quire.server.api_keys import key_names
-from quire.server.lora.registry import check_modules
+from quire.server.lora.modules import check_modules
 from quire.server.settings import ServerSettings, make_settings, server_flags
 
 PER_MODEL = ("api", "adapters")

@@ -21,7 +21,7 @@ from quire.frontend.engine import AsyncEngine
 from quire.frontend.model_pool import ModelPool, PoolModel
 from quire.memory import ModelMemory
 from quire.metrics.api_keys import KeyPages
-from quire.metrics.engine import MetricsLayout, MetricsPages
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.server.api_keys import key_names
 from quire.server.app import Application
 from quire.server.lora.registry import LoRARegistry

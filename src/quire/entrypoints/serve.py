@@ -21,8 +21,7 @@ def add_flags(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the server is stopped. The server is imported only here, so that `--help` is quick."""
     from quire.config.plugins import load_plugins
-    from quire.entrypoints.launch import launch
-    from quire.entrypoints.models_config import configure_server
+    from quire.entrypoints.early_core import early_core
     from quire.server.http.sockets import check_is_free
 
     values = engine_args_from(args)
@@ -37,7 +36,11 @@ def run(args: argparse.Namespace) -> int:
     if tag is not None and values.setdefault("model", tag) != tag:
         raise ConfigError(f"two models: {tag!r} and --model {values['model']!r}; give one")
     check_is_free(settings.http)
-    return launch(configure_server(values, settings), settings)
+    with early_core(values, settings.http) as early:
+        from quire.entrypoints.launch import launch  # here, while the process of the core imports the engine
+        from quire.entrypoints.models_config import configure_server
+
+        return launch(configure_server(values, settings), settings, early)
 
 
 def _run_several(

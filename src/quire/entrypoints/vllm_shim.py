@@ -30,7 +30,10 @@ _POOLED = tuple(
     for what in ("Output", "RequestOutput")
 )
 _PROMPTS = ("PromptType", "TextPrompt", "TokensPrompt", "EmbedsPrompt")
-_ARGS = {"EngineArgs": "quire.config.args:EngineArgs", "AsyncEngineArgs": "quire.config.args:EngineArgs"}
+_ARGS = {
+    "EngineArgs": "quire.config.engine_args:EngineArgs",
+    "AsyncEngineArgs": "quire.config.engine_args:EngineArgs",
+}
 _ENGINES = {
     "LLMEngine": "quire.entrypoints.in_process:LocalEngine",
     "AsyncLLMEngine": "quire.entrypoints.async_llm:AsyncLLMEngine",

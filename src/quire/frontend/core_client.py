@@ -30,11 +30,13 @@ from quire.frontend.control import CALL_TIMEOUT_S
 from quire.frontend.engine_link import EngineLink, Owner
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
-from quire.system.cluster_token import secure
+from quire.system.socket_security import secure
 
 log = get_logger(__name__)
 
 HELLO_INTERVAL_S = 0.1
+RECONNECT_MS = 10
+"""Milliseconds between two attempts to connect to a core on this machine, which may still be starting."""
 MAX_BEHIND = 1000
 """Messages that are buffered in this process; the core, which handles slow clients, buffers the rest."""
 READ_S = 0.004
@@ -155,6 +157,8 @@ class CoreLink(EngineLink):
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             secure(self._socket, self._token, listens=False)
+        else:
+            self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         asyncio.get_running_loop().add_reader(self._socket.FD, self._on_readable)
         try:
             self._socket.connect(address)

@@ -16,7 +16,7 @@ from quire.data.stats import SLO_RESULTS
 from quire.data.timeline import RequestTimeline
 from quire.errors import EngineError
 from quire.frontend.engine_facts import EngineFacts
-from quire.metrics.engine import MetricsPages
+from quire.metrics.pages import MetricsPages
 from quire.metrics.tables import FINISH_REASONS
 
 WINDOW = 1000

@@ -20,7 +20,7 @@ from quire.quant.gguf import BLOCKS, GGUFFormat, Stored
 # Weights dequantized at a time, so that a large embedding never exists in float32 as a whole.
 _CHUNK_WEIGHTS = 1 << 24
 _ALL = slice(None)
-_KEPT_BYTES = 32 << 20
+_KEPT_BYTES = 8 << 20
 """Bytes of the file that may stay in memory while it is read."""
 
 
@@ -107,13 +107,10 @@ class GGUFSource(Source):
     def _unpack_rows(
         self, tensor: GGUFTensor, packed: NDArray[np.uint8], columns: slice, into: Tensor
     ) -> None:
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
         step = max(1, _CHUNK_WEIGHTS // max(1, into[0].numel()))
         for start in range(0, len(into), step):
             try:
-                values = dequantize(packed[start : start + step], GGMLQuantizationType[tensor.type])
+                values = _dequantized(packed[start : start + step], tensor.type)
             except NotImplementedError as error:
                 raise ConfigError(
                     f"{self._file.path}: {tensor.name} is {tensor.type}, which cannot be dequantized yet; "
@@ -121,6 +118,17 @@ class GGUFSource(Source):
                 ) from error
             piece, values = into[start : start + step], values[..., columns]
             piece.copy_(torch.from_numpy(np.require(values, requirements=["C", "W"])).view(piece.shape))
+
+
+def _dequantized(packed: NDArray[np.uint8], stored_type: str) -> NDArray[np.float32]:
+    """Return the values of stored rows. Norms are plain floats, and a model whose other tensors stay packed
+    needs nothing of the package gguf, whose import takes 0.07 s."""
+    if stored_type == "F32":
+        return packed.view(np.float32)
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return dequantize(packed, GGMLQuantizationType[stored_type])
 
 
 def _packed_shape(tensor: GGUFTensor) -> tuple[int, ...]:

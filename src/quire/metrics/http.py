@@ -1,13 +1,6 @@
-"""HTTP metrics with the names of prometheus-fastapi-instrumentator, which dashboards use."""
+"""The HTTP requests that are counted, and the names of their series in a metrics page."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, SummaryMetricFamily
-from prometheus_client.core import Metric as PromMetric
-from prometheus_client.utils import floatToGoString
 
 POOLING_ROUTES = (
     *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
@@ -45,18 +38,19 @@ HANDLERS = {
 UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
 STATUSES = ("2xx", "3xx", "4xx", "5xx")
 
-_COUNTED = [(handler, method) for handler, methods in HANDLERS.items() for method in methods]
+COUNTED = [(handler, method) for handler, methods in HANDLERS.items() for method in methods]
+"""Each counted handler with each of its methods."""
 _COARSE = [0.1, 0.5, 1.0]
 _FINE = [
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
     *(2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0),
 ]
 
-SERIES = [f"http_requests {method} {handler} {status}" for handler, method in _COUNTED for status in STATUSES]
+SERIES = [f"http_requests {method} {handler} {status}" for handler, method in COUNTED for status in STATUSES]
 """Names of the counters in a metrics page."""
 EDGES: dict[str, list[float]] = {
     "http_request_duration_highr_seconds": _FINE,
-    **{f"http_request_duration_seconds {method} {handler}": _COARSE for handler, method in _COUNTED},
+    **{f"http_request_duration_seconds {method} {handler}": _COARSE for handler, method in COUNTED},
     **{f"http_request_size_bytes {handler}": [] for handler in HANDLERS},
     **{f"http_response_size_bytes {handler}": [] for handler in HANDLERS},
 }
@@ -86,55 +80,3 @@ class Exchange:
             f"http_request_size_bytes {handler}": self.request_bytes,
             f"http_response_size_bytes {handler}": self.response_bytes,
         }
-
-
-def families(total: NDArray[np.float64], places: dict[str, int]) -> Iterator[PromMetric]:
-    """Yield the HTTP metrics; `total` is the sum of all pages, `places` the index of each series."""
-    requests = CounterMetricFamily(
-        "http_requests", "Requests by method, status and handler.", labels=["handler", "method", "status"]
-    )
-    coarse = HistogramMetricFamily(
-        "http_request_duration_seconds", "Time to answer a request.", labels=["handler", "method"]
-    )
-    for handler, method in _COUNTED:
-        for status in STATUSES:
-            if count := total[places[f"http_requests {method} {handler} {status}"]]:
-                requests.add_metric([handler, method, status], count)
-        _add(coarse, [handler, method], total, places, f"http_request_duration_seconds {method} {handler}")
-    fine = HistogramMetricFamily(
-        "http_request_duration_highr_seconds", "Time to answer a request, in many buckets."
-    )
-    _add(fine, [], total, places, "http_request_duration_highr_seconds")
-    yield from (family for family in (requests, coarse, fine) if family.samples)
-    for side in ("request", "response"):
-        sizes = SummaryMetricFamily(
-            f"http_{side}_size_bytes", f"Content length of {side}s.", labels=["handler"]
-        )
-        for handler in HANDLERS:
-            place = places[f"http_{side}_size_bytes {handler}"]
-            if count := total[place]:
-                sizes.add_metric([handler], count, total[place + 1])
-        if sizes.samples:
-            yield sizes
-
-
-def _add(
-    family: HistogramMetricFamily,
-    labels: list[str],
-    total: NDArray[np.float64],
-    places: dict[str, int],
-    name: str,
-) -> None:
-    place, edges = places[name], EDGES[name]
-    columns = total[place : place + len(edges) + 2]
-    if columns[:-1].any():
-        add_buckets(family, labels, columns, edges)
-
-
-def add_buckets(
-    family: HistogramMetricFamily, labels: list[str], columns: NDArray[np.float64], edges: list[float]
-) -> None:
-    """Add a series to a histogram. `columns` has a count per bucket, then the sum of the values."""
-    bounds = [*(floatToGoString(edge) for edge in edges), "+Inf"]
-    counts = np.cumsum(columns[:-1]).tolist()
-    family.add_metric(labels, list(zip(bounds, counts, strict=True)), float(columns[-1]))

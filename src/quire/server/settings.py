@@ -25,7 +25,7 @@ from quire.logs import get_logger, warn_once
 from quire.server.api_keys import Key, read_keys
 from quire.server.http.log_config import read_log_config
 from quire.server.http.middleware import load_middleware
-from quire.server.lora.registry import LoRAModule, read_modules
+from quire.server.lora.modules import LoRAModule, read_modules
 
 if TYPE_CHECKING:
     from quire.server.openai.answer_pieces import Parsers

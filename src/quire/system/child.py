@@ -1,18 +1,15 @@
 """A supervised child process: it is started, monitored, and restarted when it dies."""
 
-import asyncio
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 
 from quire.errors import ConfigError
 from quire.logs import get_logger
-from quire.system.process import interrupts_held
+from quire.system.process import interrupts_held, main_left_out
 
 log = get_logger(__name__)
 
@@ -21,21 +18,6 @@ BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
 """Seconds of running after which the backoff begins at its first value again."""
 _POLL_S = 0.01
-
-
-@contextmanager
-def main_left_out() -> Iterator[None]:
-    """Keep processes that are spawned within this context from running the user's script, which may have no
-    `if __name__ == "__main__"`."""
-    main = sys.modules["__main__"]
-    before = {name: getattr(main, name, None) for name in ("__spec__", "__file__")}
-    for name in before:
-        setattr(main, name, None)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(main, name, value)
 
 
 @dataclass
@@ -57,8 +39,9 @@ class Child:
         self.says, child_end = connection.Pipe(duplex=False)
         try:
             self.process = self.make(child_end)
-            with main_left_out(), interrupts_held():
-                self.process.start()
+            if self.process.pid is None:  # otherwise it runs already
+                with main_left_out(), interrupts_held():
+                    self.process.start()
         finally:
             child_end.close()
         self.started_at = time.monotonic()
@@ -87,6 +70,8 @@ class Child:
     async def await_up(self) -> None:
         """Poll until the process is up. (A thread that waits for it would survive a cancellation, and read a
         pipe that `end` has closed.)"""
+        import asyncio  # here, since a supervisor has no event loop
+
         while not self.is_up:
             if self.says is None:
                 raise ConfigError(f"{self.name} could not start; see the log")

@@ -13,7 +13,8 @@ import zmq
 
 from quire.errors import ConfigError
 from quire.logs import FirstWarning, get_logger
-from quire.system.cluster_token import FAILURES, MISMATCHES, VARIABLE, Handshakes, events_of, is_same, secure
+from quire.system.cluster_token import VARIABLE, is_same
+from quire.system.socket_security import FAILURES, MISMATCHES, Handshakes, events_of, secure
 
 log = get_logger(__name__)
 

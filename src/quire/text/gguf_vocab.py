@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF header: vocabulary, merges and pre-tokenizer regexes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +134,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> GGUFVocab:
     if kind not in ("gpt2", *_SENTENCEPIECE):
         known = ", ".join(("gpt2", *_SENTENCEPIECE))
         raise ConfigError(f"GGUF tokenizer {kind!r} is not supported; known: {known}")
-    tokens = _required_list(metadata, "tokens")
+    tokens = list(_required_list(metadata, "tokens"))
     for name in ("scores", "token_type"):
         values = metadata.get(f"tokenizer.ggml.{name}")
         if values is not None and len(values) != len(tokens):
@@ -187,9 +187,9 @@ def _pre_tokenizer(name: str) -> GGUFPreTokenizer:
     return PRE_TOKENIZERS.get(name, PRE_TOKENIZERS["default"])
 
 
-def _merges(lines: Sequence[str]) -> list[tuple[str, str]]:
+def _merges(lines: Iterable[str]) -> list[tuple[str, str]]:
     # A piece may itself begin with a space, so the separator is searched from the second character on.
-    cuts = [(line, line.find(" ", 1)) for line in lines]
+    cuts = ((line, line.find(" ", 1)) for line in lines)
     return [(line[:cut], line[cut + 1 :]) for line, cut in cuts]
 
 

@@ -18,8 +18,9 @@ from quire.config.env import Env
 from quire.config.kv_identity import layout_digest, transfer_layout
 from quire.config.kv_transfer import TransferSettings
 from quire.data.kv_transfer import MAX_KEYS, EntriesRead, ReadEntries, RemotePrefix
-from quire.system.cluster_token import FAILURES, MISMATCHES, VARIABLE, cluster_token, events_of, secure
+from quire.system.cluster_token import VARIABLE, cluster_token
 from quire.system.kv_channel import TransferMemory, token_host, zmq_address
+from quire.system.socket_security import FAILURES, MISMATCHES, events_of, secure
 
 _AT_ONCE_BYTES = 32 << 20
 """Most bytes of one read, unless an entry is larger."""

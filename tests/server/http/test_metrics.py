@@ -5,8 +5,9 @@ from ask import CHAT, COMPLETIONS, MESSAGES, ask
 from fake_engine import FakeEngine
 from starlette.routing import Route
 
-from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.engine import EngineMetrics
 from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
+from quire.metrics.pages import MetricsLayout, MetricsPages
 from quire.server.app import Application
 from quire.server.ops.unsupported_routes import ABSENT_ROUTES
 from quire.server.settings import make_settings

@@ -21,7 +21,8 @@ from quire.server.app import Application
 from quire.server.http.errors import NotFound
 from quire.server.lora import resolver
 from quire.server.lora.locations import LoRALocations
-from quire.server.lora.registry import LoRAModule, LoRARegistry, check_modules, read_modules
+from quire.server.lora.modules import LoRAModule, check_modules, read_modules
+from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import make_settings
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -274,7 +274,7 @@ def test_tokens_only_skips_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Non
         return config
 
     monkeypatch.setattr("quire.entrypoints.models_config.configure", configure)
-    monkeypatch.setattr("quire.entrypoints.launch.launch", lambda config, settings: 0)
+    monkeypatch.setattr("quire.entrypoints.launch.launch", lambda config, settings, early: 0)
     parser = FlagParser(prog="quire serve")
     serve.add_flags(parser)
     for flags, expected in (([], None), (["--tokens-only"], True)):

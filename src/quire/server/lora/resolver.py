@@ -15,7 +15,7 @@ from quire.errors import EngineDead, RequestError
 from quire.logs import get_logger
 from quire.server.http.errors import Forbidden, NotFound
 from quire.server.lora.locations import LoRALocations
-from quire.server.lora.registry import LoRAModule, name_problem
+from quire.server.lora.modules import LoRAModule, name_problem
 
 T = TypeVar("T")
 

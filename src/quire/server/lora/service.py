@@ -18,7 +18,8 @@ from quire.logs import get_logger
 from quire.memory import human
 from quire.server.http.errors import Forbidden, InvalidUserInput, NotFound
 from quire.server.lora.locations import LoRALocations, resolve_path
-from quire.server.lora.registry import LoRAModule, LoRARegistry, check_modules, name_problem
+from quire.server.lora.modules import LoRAModule, check_modules, name_problem
+from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.resolver import AdapterSearch, LoRAResolver
 from quire.server.settings import ServerSettings
 

@@ -4,6 +4,7 @@ parsers produce them."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.outputs import CompletionOutput
@@ -15,7 +16,9 @@ from quire.text.parsers.calls import IdMaker, Schemas
 from quire.text.parsers.detection import DetectedParsers, detect_parsers
 from quire.text.parsers.json_calls import NamedCall, RequiredCalls
 from quire.text.parsers.streaming import Parser, join
-from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a supervisor checks the names of the parsers, and opens no tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 NAMED, REQUIRED = "named", "required"
 
@@ -78,7 +81,7 @@ class Parsers:
     def answer_format(
         self,
         prompt: str,
-        tokenizer: Tokenizer,
+        tokenizer: "Tokenizer",
         *,
         calls: str = "",
         name: str = "",
@@ -129,7 +132,7 @@ class Parsers:
         return make_id and (lambda index, name: make_id(num_calls + index, name))
 
 
-def reasoning_ids(parser: Parser | Chain, tokenizer: Tokenizer) -> ReasoningIds | None:
+def reasoning_ids(parser: Parser | Chain, tokenizer: "Tokenizer") -> ReasoningIds | None:
     """Return the reasoning marks as token ids."""
     if parser.reasoning_marks is None:
         return None
@@ -137,7 +140,7 @@ def reasoning_ids(parser: Parser | Chain, tokenizer: Tokenizer) -> ReasoningIds 
     return ReasoningIds(start, end, parser.opened)
 
 
-def _encode(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _encode(mark: str, tokenizer: "Tokenizer") -> tuple[int, ...]:
     return tuple(tokenizer.encode(mark, add_special_tokens=False))
 
 

@@ -4,11 +4,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import RequestError
 from quire.text.parsers.calls import types_of
-from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
 
 _PLACEHOLDERS = re.compile(r"(NAME|ARGUMENTS|PARAMETERS|DIGITS|KEY|IS_STRING|\n+)")
 _MAX_CHARS = 1 << 20
@@ -156,7 +158,7 @@ _ALIASES = {
 _NEW_MISTRAL = CallFormat("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", repeats=True)
 
 
-def format_of(parser: str, tokenizer: Tokenizer) -> CallFormat | None:
+def format_of(parser: str, tokenizer: "Tokenizer") -> CallFormat | None:
     """Return the call format of a parser, or None if the parser has no grammar. Newer Mistral models, with
     the token [ARGS] before the arguments, have a format of their own."""
     if parser == "mistral" and "[ARGS]" in _special_tokens(tokenizer):
@@ -167,7 +169,7 @@ def format_of(parser: str, tokenizer: Tokenizer) -> CallFormat | None:
 def calls_grammar(
     format: CallFormat,
     schemas: Mapping[str, Mapping[str, Any]],
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer",
     *,
     answer_schema: Mapping[str, Any] | None = None,
 ) -> str:
@@ -179,7 +181,7 @@ def calls_grammar(
     return _Grammar(format, _special_tokens(tokenizer)).write(schemas, answer_schema)
 
 
-def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+def _special_tokens(tokenizer: "Tokenizer") -> dict[str, int]:
     return {token.content: id for id, token in tokenizer.added_tokens.items() if tokenizer.is_special(id)}
 
 
