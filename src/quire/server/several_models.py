@@ -34,7 +34,7 @@ from quire.server.http.fast_path import read_body, replay
 from quire.server.http.limits import TOKENLESS_PATHS, UNLIMITED_PATHS, is_operator, route_path
 from quire.server.key_limits import Ledger
 from quire.server.openai.models import model_cards
-from quire.server.openai.service import unknown_model_error
+from quire.server.openai.requested_model import unknown_model_error
 from quire.server.ops.status import METRICS_TYPE, health_response
 from quire.server.settings import ServerSettings
 

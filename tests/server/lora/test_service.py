@@ -10,9 +10,11 @@ from typing import Any
 
 import fsspec
 import httpx
+import msgspec
 import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of, refused, until
 from fake_engine import FakeEngine
+from starlette.requests import Request
 from tokenizers import Tokenizer
 
 from quire.config.env import Env
@@ -227,16 +229,19 @@ async def test_unloading_waits_for_running_requests_and_refuses_new_ones(tmp_pat
         assert (await loading).status_code == 200 and list(engine.adapters) == ["a"]
 
 
-def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> None:
+async def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> None:
     engine, path = lora_engine(), adapter(tmp_path / "a")
     engine.inputs.enable_lora, engine.inputs.num_extra_vocab = True, 16
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     backend.save(str(path / "tokenizer.json"))
-    leaving = LoRARegistry(modules=[LoRAModule("a", str(path), str(path), is_unloading=True)])
-    api = Application(engine, make_settings({}, env=Env.read(CHANGES)), registry=leaving).api
+    module = LoRAModule("a", str(path), str(path))
+    registry = LoRARegistry(modules=[module])
+    api = Application(engine, make_settings({}, env=Env.read(CHANGES)), registry=registry).api
+    model = await api.names.find("a", Request({"type": "http"}))
+    registry.put(msgspec.structs.replace(module, is_unloading=True))
     assert api.adapters.get("a") is None and api.adapters.hold("a", {}) is None
-    tokenizer = api.inputs_of("a").tokenizer
+    tokenizer = model.tokenizer
     assert tokenizer is not None and tokenizer.backend.token_to_id("<new>") == backend.token_to_id("<new>")
 
 

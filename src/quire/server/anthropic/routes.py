@@ -32,9 +32,10 @@ async def create_message(api: GenerationService, body: MessagesBody, request: Re
 @limit_long_bodies
 async def count_message_tokens(api: GenerationService, body: CountBody, request: Request) -> Response:
     """Return the number of prompt tokens of a conversation."""
-    await api.check_model(body.model, pools=False)
+    model = await api.names.find(body.model, request, pools=False)
     check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-    prompt = await api.reader.read_unlimited(await _as_chat(body, request, budgets=False))
+    chat_body = await _as_chat(body, request, budgets=False)
+    prompt = await api.reader.read_chat(chat_body, model, limited=False)
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 

@@ -45,6 +45,7 @@ class ChatEncoder(ChunkEncoder):
         self._parsers = [chat.parser() for _ in range(num_choices)]
         self._has_calls = [False] * num_choices
         """Whether each choice has called a tool."""
+        self._token_formatter = chat.call.model.token_formatter(body.return_tokens_as_token_ids)
         self._started = False
 
     # ---- a stream
@@ -186,7 +187,7 @@ class ChatEncoder(ChunkEncoder):
         if not body.logprobs or output.logprobs is None:
             return None
         num_top = -1 if body.logprob_token_ids is not None else body.top_logprobs or 0
-        return chat_logprobs(output.token_ids, output.logprobs, num_top, self._api.token_formatter(body))
+        return chat_logprobs(output.token_ids, output.logprobs, num_top, self._token_formatter)
 
 
 def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -66,8 +66,8 @@ async def prepare_chat(
 ) -> ChatRequest:
     """Check a chat request and prepare its call; `id_prefix` is the prefix of its id."""
     settings = api.settings.api
-    await api.check_model(body.model, pools=False)
-    tokenizer = api.inputs_of(body.model).tokenizer
+    model = await api.names.find(body.model, request, pools=False)
+    tokenizer = model.tokenizer
     check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(id_prefix, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
     size = num_chars([body.tools, body.response_format])
@@ -75,7 +75,7 @@ async def prepare_chat(
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     variables = api.reader.variables(body)
     wait = partial(api.until_disconnect, request)
-    prompt = await api.reader.read_chat(body, max_tokens or 1, wait, variables=variables)
+    prompt = await api.reader.read_chat(body, model, max_tokens or 1, wait, variables=variables)
     format = AnswerFormat()
     if tokenizer is not None and (api.parsers.reasoning is not None or tools.calls != "none"):
         unconstrained = constraint is None or (tools.calls == "auto" and requested is None)
@@ -88,7 +88,7 @@ async def prepare_chat(
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = _text(last) if body.echo and last.role == role else ""
     return ChatRequest(
-        body, api.new_call(id_prefix, body, request, [prompt], [params]), role, echoed, tools, format
+        body, api.new_call(id_prefix, body, request, model, [prompt], [params]), role, echoed, tools, format
     )
 
 

@@ -23,6 +23,7 @@ from quire.server.openai.sampling_params import (
     sampling_params,
 )
 from quire.server.openai.service import ApiCall, GenerationService, Params
+from quire.text.tokenizer import Tokenizer
 
 _TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
 _OBJECT = "text_completion"
@@ -37,13 +38,13 @@ async def create_completion(api: GenerationService, body: CompletionBody, reques
 
 async def begin_completion(api: GenerationService, body: CompletionBody, request: Request) -> ApiCall:
     """Check a completion request and prepare its call."""
-    await api.check_model(body.model, pools=False)
+    model = await api.names.find(body.model, request, pools=False)
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
-    prompts = await api.reader.read_completion(body, max_sequences=api.settings.max_sequences)
+    prompts = await api.reader.read_completion(body, model, max_sequences=api.settings.max_sequences)
     params = await off_loop(params_size(body) * len(prompts), lambda: _all_params(api, body, prompts))
-    return api.new_call("cmpl", body, request, prompts, params)
+    return api.new_call("cmpl", body, request, model, prompts, params)
 
 
 def _all_params(api: GenerationService, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:
@@ -86,10 +87,10 @@ class _Echo:
 _NO_ECHO = _Echo()
 
 
-def _echo(api: GenerationService, body: CompletionBody, prompt: Prompt) -> _Echo:
+def _echo(body: CompletionBody, prompt: Prompt, tokenizer: Tokenizer | None) -> _Echo:
     if not body.echo:
         return _NO_ECHO
-    text, tokenizer = prompt.text, api.inputs_of(body.model).tokenizer
+    text = prompt.text
     if text is None:
         text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if tokenizer is not None else ""
     return _Echo(text, prompt.token_ids)
@@ -133,7 +134,8 @@ class CompletionEncoder(ChunkEncoder):
         """Prompt logprobs, which arrive with the first output of each prompt and apply to all of its
         choices."""
         self._is_first = [True] * num_choices
-        self._columns = [LogprobColumns(self._num_top or 0, api.token_formatter(body)) for _ in self._heads]
+        self._token_formatter = call.model.token_formatter(body.return_tokens_as_token_ids)
+        self._columns = [LogprobColumns(self._num_top or 0, self._token_formatter) for _ in self._heads]
 
     # ---- a stream
 
@@ -165,7 +167,7 @@ class CompletionEncoder(ChunkEncoder):
     def _encode_full(self, output: CompletionOutput, prompt_index: int, is_first: bool) -> bytes:
         api, body, index = self._api, self._body, prompt_index * self._num_per_prompt + output.index
         prompt = self._call.prompts[prompt_index]
-        echo = _echo(api, body, prompt) if is_first else _NO_ECHO
+        echo = _echo(body, prompt, self._call.model.tokenizer) if is_first else _NO_ECHO
         logprobs = None
         if self._num_top is not None:
             logprobs = _add_logprobs(
@@ -198,7 +200,7 @@ class CompletionEncoder(ChunkEncoder):
     def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         body, choices = self._body, []
         for prompt_index, output in enumerate(outputs):
-            echo = _echo(self._api, body, self._call.prompts[prompt_index])
+            echo = _echo(body, self._call.prompts[prompt_index], self._call.model.tokenizer)
             for choice in output.outputs:
                 index = prompt_index * self._num_per_prompt + choice.index
                 choices.append(self._build_choice(output, choice, echo) | {"index": index})
@@ -208,9 +210,9 @@ class CompletionEncoder(ChunkEncoder):
         return self._build_reply(_OBJECT, choices, outputs[0])
 
     def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
-        api, body, logprobs = self._api, self._body, None
+        body, logprobs = self._body, None
         if self._num_top is not None:
-            columns = LogprobColumns(self._num_top, api.token_formatter(body))
+            columns = LogprobColumns(self._num_top, self._token_formatter)
             logprobs = _add_logprobs(columns, body, output.prompt_logprobs, choice, echo)
         token_ids = list(_tokens_of(body, choice)) if body.return_token_ids else None
         return {

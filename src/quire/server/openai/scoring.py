@@ -62,7 +62,7 @@ def add_scoring_route(app: FastAPI, api: GenerationService) -> None:
 
 async def create_generative_scoring(api: GenerationService, body: ScoringBody, request: Request) -> Response:
     """Score each item by the probability that the first label follows it."""
-    await api.check_model(body.model, pools=False)
+    model = await api.names.find(body.model, request, pools=False)
     check_fields(body)
     limit = min(MAX_PROMPTS, api.settings.max_sequences)
     if len(body.items) > limit:
@@ -78,9 +78,9 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
             param="label_token_ids",
         )
     size = sum(map(len, body.items)) + len(body.items) * len(body.query)
-    prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
+    prompts = await off_loop(size, lambda: _prompts(model.inputs, body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
-    call = api.new_call("generative-scoring", body, request, prompts, [params] * len(prompts))
+    call = api.new_call("generative-scoring", body, request, model, prompts, [params] * len(prompts))
     outputs = await api.until_disconnect(request, api.final_outputs(call))
     return json_response(_reply(api, body, call, outputs))
 

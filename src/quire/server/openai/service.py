@@ -1,12 +1,11 @@
-"""Shared code of the generating routes: ids, model names, calls of the engine and their responses."""
+"""Shared code of the generating routes: ids, calls of the engine and their responses."""
 
 import asyncio
 import functools
 import hashlib
-import itertools
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +15,6 @@ from starlette.responses import Response
 from quire.config.server_sections import ApiSection
 from quire.data.cache_hints import CacheHints
 from quire.data.latency_target import NO_TARGET, LatencyTarget
-from quire.data.lora import LoRARequest
 from quire.data.outputs import PromptLogprobs, RequestOutput, RequestStateStats, SampleLogprobs
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
@@ -24,21 +22,20 @@ from quire.errors import RequestError
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
-from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import Outputs
-from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
-from quire.logs import get_logger, printable
+from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
-from quire.server.http.errors import NotFound, json_response
+from quire.server.http.errors import json_response
 from quire.server.http.in_flight import LONG_BYTES, MAX_LONG_BODIES, RunningRequests, num_body_bytes
 from quire.server.http.limits import account_of
 from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, open_lora_service
 from quire.server.openai.cache_hints import cache_hints
-from quire.server.openai.logprobs import TokenFormatter
 from quire.server.openai.prompts import PromptReader, off_loop
-from quire.server.openai.requests import CallBody, GenerateBody
+from quire.server.openai.requested_model import RequestedModel, ServedNames
+from quire.server.openai.requests import CallBody
 from quire.server.openai.sampling_params import params_size
 from quire.server.openai.streams import (
     LoggedOutputs,
@@ -52,7 +49,6 @@ from quire.server.openai.streams import (
 )
 from quire.server.openai.timeline import TIMELINE_HEADER, CallTimeline, request_metrics
 from quire.server.settings import ServerSettings, parsers_of
-from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -60,8 +56,6 @@ T = TypeVar("T")
 Params = SamplingParams | BeamSearchParams | PoolingParams
 Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
 """Handler of a route: (service, body, request) -> response."""
-_MAX_LISTED = 10
-"""Maximum served names in the error for an unknown model."""
 _MAX_ID = 256
 """Maximum characters of a client's request id, of which every sequence of the request has a copy."""
 _COMPILE_S = 5.0
@@ -76,7 +70,7 @@ class ApiCall:
 
     id: str
     created: int
-    model: str
+    model: RequestedModel
     priority: int
     rank: int | None
     """Data-parallel rank of the engine core that must run the call; None: any engine core."""
@@ -86,8 +80,6 @@ class ApiCall:
     """Timings of the call; None if the client did not request them."""
     account: KeyAccount | None = None
     """Account of the call's API key; None without a named key."""
-    lora: LoRARequest | None = None
-    """LoRA adapter to use; None: the base model."""
     target: LatencyTarget = NO_TARGET
 
     @property
@@ -101,7 +93,7 @@ class ApiCall:
             "priority": self.priority,
             "rank": self.rank,
             "account": self.account,
-            "lora": self.lora,
+            "lora": self.model.lora,
             "target": self.target,
         }
 
@@ -112,7 +104,7 @@ class ApiCall:
     def frame(self, object: str) -> dict[str, Any]:
         """Return the first fields of a response, or of a chunk of it. `object`: its type, such as
         `chat.completion`."""
-        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": object, "created": self.created, "model": self.model.name}
 
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
@@ -129,7 +121,8 @@ class GenerationService:
         self.engine = engine
         self.settings = settings
         self.adapters: LoRAService = open_lora_service(engine, settings, registry)
-        self.reader = PromptReader(engine, settings.api, self.adapters.request_of)
+        self.names = ServedNames(engine, self.adapters, tokens_as_ids=settings.api.return_tokens_as_token_ids)
+        self.reader = PromptReader(engine.facts.chat_template, settings.api)
         self.parsers = parsers_of(settings.api)
         if (tokenizer := engine.inputs.tokenizer) is not None and engine.inputs.pooling is None:
             self.parsers.detect(tokenizer.chat_template, engine.facts.chat_template)
@@ -140,17 +133,6 @@ class GenerationService:
         facts = engine.facts
         self.fingerprint = _fingerprint(settings.api, facts)
 
-    async def check_model(self, name: str | None, *, pools: bool | None = None) -> None:
-        """Raise NotFound unless this is the name of the model or of an adapter, which is resolved if
-        necessary. `pools`: also require a pooling model (True) or a generative model (False)."""
-        if name and name not in self.engine.facts.model_names:
-            await self.adapters.resolve(name)
-            if self.adapters.get(name) is None:
-                raise unknown_model_error(name, self.served_names())
-            await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
-        if pools is not None and pools != (self.engine.inputs.pooling is not None):
-            raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
-
     def check_count(self, count: int, what: str, *, param: str) -> None:
         if count > (limit := self.settings.max_sequences):
             raise RequestError(
@@ -159,27 +141,12 @@ class GenerationService:
                 param=param,
             )
 
-    def served_names(self) -> Iterator[str]:
-        """Yield the names that a request may have as `model`: those of the model, then of the adapters."""
-        yield from self.engine.facts.model_names
-        yield from (adapter.name for adapter in self.adapters)
-
-    def tokenizer_of(self, name: str | None) -> Tokenizer:
-        """Return the tokenizer of the model or of the adapter with this name; raise if there is none."""
-        tokenizer = self.inputs_of(name).tokenizer
-        if tokenizer is None:
-            raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
-        return tokenizer
-
-    def inputs_of(self, name: str | None) -> InputProcessor:
-        """Return the input processor of the model or of the adapter with this name."""
-        return self.engine.inputs.of(self.adapters.request_of(name))
-
     def new_call(
         self,
         id_prefix: str,
         body: CallBody,
         request: Request,
+        model: RequestedModel,
         prompts: list[Prompt],
         params: Sequence[Params],
     ) -> ApiCall:
@@ -188,7 +155,6 @@ class GenerationService:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
-        name, lora = self._resolve_model(body.model, request)
         hints = cache_hints(body, request.headers)
         for prompt in prompts:
             prompt.hints = hints
@@ -197,14 +163,13 @@ class GenerationService:
         call = ApiCall(
             id=f"{id_prefix}-{base}",
             created=int(time.time()),
-            model=name,
+            model=model,
             priority=body.priority if priority is None else priority,
             rank=_header_int(request, "x-data-parallel-rank"),
             prompts=prompts,
             params=list(params),
             timeline=CallTimeline.of(request, self.engine.inputs.tokenizer),
             account=account,
-            lora=lora,
             target=target.relaxed(body.slo_ttft_ms, body.slo_itl_ms),
         )
         if call.account is not None:
@@ -214,22 +179,6 @@ class GenerationService:
                 shown = self._shorten(prompt.text)
                 logger.info("Received request %s: params: %s, prompt: %r", call.id, params[0], shown)
         return call
-
-    def _resolve_model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
-        """Return the model name for the response, and the adapter (None: the base model). Raise NotFound if
-        the adapter was unloaded meanwhile."""
-        names = self.engine.facts.model_names
-        if not name or name in names:
-            return names[0], None
-        lora = self.adapters.hold(name, request.scope)
-        if lora is None:
-            raise unknown_model_error(name, self.served_names())
-        return name, lora
-
-    def token_formatter(self, body: GenerateBody) -> TokenFormatter:
-        requested = body.return_tokens_as_token_ids
-        as_ids = self.settings.api.return_tokens_as_token_ids if requested is None else requested
-        return TokenFormatter(self.inputs_of(body.model).tokenizer, as_ids)
 
     def output_limit(self, max_tokens: int | None, prompt_len: int) -> int:
         """Return the maximum output tokens: the least of the requested number, the room left in
@@ -297,7 +246,7 @@ class GenerationService:
         `call.engine_ids()`. With `in_order`, all outputs of a prompt precede those of the next prompt."""
         streams: list[Outputs] = []
         pause = self.pauses()
-        checker = ParamsChecker(self.engine.inputs, call.lora)
+        checker = ParamsChecker(call.model)
         try:
             for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
@@ -322,7 +271,9 @@ class GenerationService:
         if isinstance(call.params[0], BeamSearchParams):
             pauses = self.pauses()
             coroutines = [
-                beam_search(self.engine, prompt, params, id, pauses=pauses, routing=call.routing)
+                beam_search(
+                    self.engine, prompt, params, id, pauses=pauses, model=call.model, routing=call.routing
+                )
                 for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
             ]
@@ -387,8 +338,8 @@ class ParamsChecker:
     """Checker of the sampling parameters of one call. Shared parameters and equal grammars are checked once;
     long parameters and grammars are checked in a thread."""
 
-    def __init__(self, inputs: InputProcessor, lora: LoRARequest | None) -> None:
-        self._inputs, self._lora = inputs, lora
+    def __init__(self, model: RequestedModel) -> None:
+        self._model = model
         self._checked: dict[int, CheckedParams] = {}
         """Results by the id of the params."""
         self._grammar: StructuredOutputsParams | None = None
@@ -406,9 +357,9 @@ class ParamsChecker:
     def _check(self, params: SamplingParams) -> CheckedParams:
         grammar = params.structured_outputs
         if grammar is not None and grammar != self._grammar:
-            self._inputs.check_grammar(grammar, _COMPILE_S)
+            self._model.inputs.check_grammar(grammar, _COMPILE_S)
             self._grammar = grammar
-        return self._inputs.check(params, lora=self._lora, grammar=self._grammar)
+        return self._model.inputs.check(params, lora=self._model.lora, grammar=self._grammar)
 
 
 def answer_size(outputs: Sequence[RequestOutput]) -> int:
@@ -449,14 +400,6 @@ def _fingerprint(api: ApiSection, facts: EngineFacts) -> str | None:
         case "custom":
             return api.fingerprint_value
     return None
-
-
-def unknown_model_error(name: str, served: Iterable[str]) -> NotFound:
-    """Return the error for an unknown model; it lists some of the served names."""
-    names = [*itertools.islice(served, _MAX_LISTED + 1)]
-    listed = ", ".join([*names[:_MAX_LISTED], *(["..."] if len(names) > _MAX_LISTED else [])])
-    message = f"The model `{printable(name)}` does not exist. This server has: {listed}."
-    return NotFound(message, param="model")
 
 
 def _check_id(id: str) -> None:

@@ -12,7 +12,7 @@ from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
 from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.encoder import routed_experts
-from quire.server.openai.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
+from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.sampling_params import check_fields, check_stops, extra_args
@@ -43,7 +43,7 @@ def public_params(params: SamplingParams) -> dict[str, Any]:
 
 async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, request: Request) -> Response:
     """Generate tokens after token ids, whole or as a stream of events."""
-    await api.check_model(body.model, pools=False)
+    model = await api.names.find(body.model, request, pools=False)
     check_fields(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
@@ -56,11 +56,11 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
     )
-    prompts = await api.reader.read_completion(as_prompt, max_sequences=api.settings.max_sequences)
+    prompts = await api.reader.read_completion(as_prompt, model, max_sequences=api.settings.max_sequences)
     params = await off_loop(
         num_chars(body.sampling_params), lambda: _params(api, body, len(prompts[0].token_ids))
     )
-    call = api.new_call("generate-tokens", body, request, prompts, [params])
+    call = api.new_call("generate-tokens", body, request, model, prompts, [params])
     return await api.answer(call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
 
 
@@ -120,7 +120,7 @@ class TokensEncoder(AnswerEncoder):
         num_output = sum(len(completion.token_ids) for completion in output.outputs)
         return {
             "request_id": self._call.id,
-            "model": self._call.model,
+            "model": self._call.model.name,
             "created": self._call.created,
             "choices": [self._choice(completion) for completion in output.outputs],
             "usage": self._api.usage(self._call.num_prompt_tokens, num_output, output.num_cached_tokens),
@@ -132,8 +132,7 @@ class TokensEncoder(AnswerEncoder):
         logprobs, num_top = None, self._params.logprobs
         if completion.logprobs is not None and num_top is not None:
             num_top = -1 if self._params.logprob_token_ids is not None else num_top
-            as_ids = self._api.settings.api.return_tokens_as_token_ids
-            token_formatter = TokenFormatter(self._api.inputs_of(self._call.model).tokenizer, as_ids)
+            token_formatter = self._call.model.token_formatter()
             logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, token_formatter)
         mask_ids = completion.sampling_mask
         mask = {} if mask_ids is None else {"sampling_mask": mask_ids.token_ids}
