@@ -131,7 +131,7 @@ OPENAI = "quire.server.openai"
         (
             "/v1/chat/completions",
             {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"},
-            f"{OPENAI}.chat_request:tool_use",
+            f"{OPENAI}.chat:read_tools",
         ),
         ("/v1/responses", {"input": ITEMS}, "quire.server.responses.routes:read_items"),
         ("/v1/messages", {"messages": MESSAGES * MANY, "max_tokens": 1}, f"{OPENAI}.prompts:part_media"),

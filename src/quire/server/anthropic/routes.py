@@ -9,7 +9,7 @@ from quire.server.anthropic.translate import as_chat
 from quire.server.http.errors import json_response
 from quire.server.http.in_flight import num_body_bytes
 from quire.server.http.openapi_document import add_post
-from quire.server.openai.chat_request import prepare_chat
+from quire.server.openai.chat import prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.sampling_params import check_template

@@ -21,7 +21,7 @@ from quire.server.audio.encoder import NAMES, SpeechEncoder, SpeechRequest, resp
 from quire.server.http.errors import NotFound, TooLarge
 from quire.server.http.openapi_document import CODES, replies_of
 from quire.server.openai.requested_model import RequestedModel
-from quire.server.openai.sampling_params import check_fields
+from quire.server.openai.sampling_params import check_fields, output_limit
 from quire.server.openai.service import GenerationService
 from quire.server.openai.streams import gather_all
 
@@ -67,7 +67,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     language = known[0] if len(known) == 1 else None
     if form.language is not None:
         language = transcriber.check_language(form.language)
-    wait = partial(api.until_disconnect, request)
+    wait = partial(api.running_requests.until_disconnect, request.receive)
     samples, pieces = await wait(_read_audio(api, form, transcriber.max_samples))
     runs = _SpeechRuns(api, task, transcriber, form, request, model)
     if language is None and transcriber.detects_language_first:
@@ -78,7 +78,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     ids = transcriber.prompt(task, language, timed=is_timed, before=_previous_text(form))
     prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
+    params = _params(api, form, output_limit(model, form.max_completion_tokens, longest), timed=is_timed)
     call = api.new_call(_ID_PREFIXES[task], form, request, model, prompts, [params] * len(prompts))
     speech = SpeechRequest(
         task,

@@ -9,20 +9,23 @@ from starlette.responses import Response
 
 from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from quire.errors import RequestError
+from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import Prompt
 from quire.server.http.sse import chunk_head, event, quote
 from quire.server.openai.encoder import ChunkEncoder, routed_experts
 from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
 from quire.server.openai.prompts import off_loop
+from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.sampling_params import (
     beam_params,
     check_generate,
-    constraint_of,
+    output_limit,
     params_size,
     sampling_params,
 )
 from quire.server.openai.service import ApiCall, GenerationService, Params
+from quire.server.openai.tools import constraint_of
 from quire.text.tokenizer import Tokenizer
 
 _TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
@@ -43,16 +46,16 @@ async def begin_completion(api: GenerationService, body: CompletionBody, request
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
     prompts = await api.reader.read_completion(body, model, max_sequences=api.settings.max_sequences)
-    params = await off_loop(params_size(body) * len(prompts), lambda: _all_params(api, body, prompts))
+    params = await off_loop(params_size(body) * len(prompts), lambda: _all_params(body, model, prompts))
     return api.new_call("cmpl", body, request, model, prompts, params)
 
 
-def _all_params(api: GenerationService, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:
+def _all_params(body: CompletionBody, model: RequestedModel, prompts: list[Prompt]) -> list[Params]:
     """Return the parameters of each prompt. Prompts with equal `max_tokens` share them."""
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     max_tokens = 1 if _returns_prompt_only(body) else max_tokens
-    limits = [api.output_limit(max_tokens, len(prompt.token_ids)) for prompt in prompts]
-    shared = {limit: _params(api, body, limit) for limit in dict.fromkeys(limits)}
+    limits = [output_limit(model, max_tokens, len(prompt.token_ids)) for prompt in prompts]
+    shared = {limit: _params(body, model.facts, limit) for limit in dict.fromkeys(limits)}
     return [shared[limit] for limit in limits]
 
 
@@ -61,8 +64,8 @@ def _returns_prompt_only(body: CompletionBody) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-def _params(api: GenerationService, body: CompletionBody, max_tokens: int) -> Params:
-    facts, constraint = api.engine.facts, constraint_of(body)
+def _params(body: CompletionBody, facts: EngineFacts, max_tokens: int) -> Params:
+    constraint = constraint_of(body)
     if body.use_beam_search:
         return beam_params(body, facts, max_tokens=max_tokens, constraint=constraint)
     echoes_logprobs = body.prompt_logprobs is None and body.echo

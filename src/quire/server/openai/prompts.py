@@ -106,6 +106,10 @@ class PromptReader:
         """Return the prompt of a conversation, with room for `num_output` tokens if it is truncated. `wait`
         awaits slow work and may cancel it; `variables` are those of the chat template, if they are known.
         `limited=False`: the number of tokens has no limit, because they are only counted or shown."""
+        truncates = limited and body.truncate_prompt_tokens is not None
+        inputs = model.inputs
+        if truncates or not limited:
+            inputs = _without_limits(inputs, keeps_max_chars=not limited)
         size = text_size = _template_size(body)
         salt = getattr(body, "cache_salt", None)
         messages, items = await off_loop(
@@ -114,7 +118,7 @@ class PromptReader:
         )
         prepared: list[PreparedItem] = []
         if items:
-            work = model.inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
+            work = inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
             prepared = await (work if wait is None else wait(work))
             rest = [messages, body.tools, body.documents, body.chat_template_kwargs]
             text_size = num_chars(rest) if body.chat_template is None else _LONG
@@ -123,7 +127,7 @@ class PromptReader:
         def render() -> Prompt:
             hidden = self._settings.exclude_tools_when_tool_choice_none
             prompt = chat_prompt(
-                _inputs_for(body, model) if limited else _without_limits(model.inputs, keeps_max_chars=True),
+                inputs,
                 messages,
                 chat_template=body.chat_template or self._template,
                 chat_template_content_format=self._settings.chat_template_content_format,
@@ -135,7 +139,8 @@ class PromptReader:
                 prepared=prepared,
                 render_s=_RENDER_S if text_size >= _LONG else None,
             )
-            return _truncate(prompt, body, model, num_output) if limited else prompt
+            prompt.cache_salt = salt
+            return _truncate(prompt, body, model, num_output) if truncates else prompt
 
         return await off_loop(size, render)
 

@@ -221,6 +221,11 @@ class ChatBody(GenerateBody, ConversationBody):
     include_reasoning: bool | None = doc("false: omit the reasoning from the response.", True)
     return_prompt_text: bool | None = False
 
+    @property
+    def num_requested(self) -> int | None:
+        """Return the maximum number of output tokens, if the body sets it."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
 
 Prompts = str | Some[TokenId] | Some[str] | Some[Many[TokenId]]
 

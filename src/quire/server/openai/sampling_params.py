@@ -1,18 +1,19 @@
-"""Conversion of request bodies to sampling parameters, with the API's checks. The constraint of structured
-output has one of three equivalent forms."""
+"""Conversion of request bodies to sampling parameters, with the API's checks."""
 
-import json
-from collections.abc import Callable
 from typing import Any
 
+from quire.config.server_sections import ApiSection
 from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.kv_transfer import FIELD
 from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError, nearest
 from quire.frontend.engine_facts import EngineFacts
+from quire.frontend.inputs import Prompt
 from quire.logs import get_logger, printable, warn_once
 from quire.server.http.errors import InvalidBody
+from quire.server.openai.answer_pieces import AnswerFormat
 from quire.server.openai.prompts import num_chars
+from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import (
     MAX_STOP_STRINGS,
     Body,
@@ -20,6 +21,7 @@ from quire.server.openai.requests import (
     ConversationBody,
     GenerateBody,
 )
+from quire.server.openai.tools import GUIDED
 
 logger = get_logger(__name__)
 
@@ -39,16 +41,7 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that take their defaults from the model's generation config."""
 _FUNCTION_FIELDS = ("functions", "function_call")
 """Names of `tools` and `tool_choice` in older versions of the API."""
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_json_object": "json_object",
-    "guided_whitespace_pattern": "whitespace_pattern",
-}
-"""Older names of fields, each with the key of `structured_outputs` that replaced it."""
-_HANDLED = frozenset({*UNSUPPORTED["body field"], *_GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
+_HANDLED = frozenset({*UNSUPPORTED["body field"], *GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
 """Fields that the body models do not declare, but that have an effect, an error or a warning of their own."""
 
 
@@ -110,7 +103,9 @@ def check_stops(stop: object, limit: int = MAX_STOP_STRINGS) -> None:
         raise RequestError(f"stop may be at most {limit} strings, got {len(stop)}.", param="stop")
 
 
-def check_chat(body: ChatBody, *, trust_template: bool) -> None:
+def check_chat(body: ChatBody, settings: ApiSection, *, max_stops: int = MAX_STOP_STRINGS) -> None:
+    """Raise for fields of a chat that exclude each other or exceed the limits of the API."""
+    check_generate(body, max_n=settings.max_n, max_stops=max_stops)
     if (body.model_extra or {}).get("prompt_embeds") is not None:
         raise RequestError("prompt_embeds is supported by /v1/completions only", param="prompt_embeds")
     if any((body.model_extra or {}).get(name) not in (None, "none") for name in _FUNCTION_FIELDS):
@@ -120,7 +115,7 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
     if body.top_logprobs is not None and body.top_logprobs < -1:
         raise InvalidBody("`top_logprobs` must be a positive value or -1.", param="top_logprobs")
     check_contents(body)
-    check_template(body.chat_template, trust_template)
+    check_template(body.chat_template, settings.trust_request_chat_template)
 
 
 def check_contents(body: ConversationBody) -> None:
@@ -141,59 +136,59 @@ def check_template(chat_template: str | None, trusted: bool) -> None:
         )
 
 
-def constraint_of(body: GenerateBody) -> dict[str, Any] | None:
-    """Return the structured output constraint of a request in the format of SamplingParams, or None. Raise
-    RequestError if the request has several."""
-    extra = body.model_extra or {}
-    guided = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
-    forms = {
-        "response_format": _from_format(body.response_format),
-        "structured_outputs": body.structured_outputs,
-        "guided_*": guided if guided.keys() - {"whitespace_pattern"} else None,
-    }
-    constraints = {name: constraint for name, constraint in forms.items() if constraint is not None}
-    if len(constraints) > 1:
-        raise RequestError(
-            f"{' and '.join(constraints)} both constrain the output; send one of them",
-            param=next(iter(constraints)),
-        )
-    return next(iter(constraints.values()), None)
-
-
-def _from_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
-    if format is None:
-        return None
-    kind = format.get("type", "text")
-    if not isinstance(kind, str) or kind not in _FORMATS:
-        known = ", ".join(_FORMATS)
-        raise RequestError(
-            f"`response_format` has no type {kind!r:.80}; known: {known}", param="response_format"
-        )
-    return _FORMATS[kind](format)
-
-
-def _from_schema(format: dict[str, Any]) -> dict[str, Any]:
-    inner = format.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if not isinstance(schema, dict):
-        raise InvalidBody(
-            "`response_format` of type json_schema needs `json_schema.schema`, an object",
-            param="response_format",
-        )
-    return {"json": schema}
-
-
-_FORMATS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
-    "text": lambda format: None,
-    "json_object": lambda format: {"json_object": True},
-    "json_schema": _from_schema,
-    "structural_tag": lambda format: {"structural_tag": json.dumps(format)},
-}
-
-
 def params_size(source: GenerateBody | SamplingParams) -> int:
     """Return the approximate number of characters in the lists and texts of sampling parameters."""
     return num_chars([getattr(source, name, None) for name in _LISTS])
+
+
+def output_limit(model: RequestedModel, max_tokens: int | None, prompt_len: int) -> int:
+    """Return the maximum output tokens: the least of the requested number, the room left in max_model_len,
+    and the model's default."""
+    limit = model.inputs.max_model_len
+    if max_tokens is not None and max_tokens > limit:
+        raise RequestError(
+            f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer "
+            "output tokens.",
+            param="max_tokens",
+        )
+    if max_tokens is not None and max_tokens + prompt_len > limit:
+        raise RequestError(
+            f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
+            f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
+            f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the "
+            "number of requested output tokens.",
+            param="input_tokens",
+        )
+    bounds = (limit - prompt_len, max_tokens, model.facts.default_sampling.get("max_tokens"))
+    return min(bound for bound in bounds if bound is not None)
+
+
+def chat_params(
+    body: ChatBody,
+    model: RequestedModel,
+    prompt: Prompt,
+    constraint: dict[str, Any] | None,
+    format: AnswerFormat,
+) -> SamplingParams | BeamSearchParams:
+    """Return the parameters of a chat. `format`: how its output is parsed."""
+    max_tokens = output_limit(model, body.num_requested, len(prompt.token_ids))
+    if body.use_beam_search:
+        return beam_params(body, model.facts, max_tokens=max_tokens, constraint=constraint)
+    if body.logprob_token_ids is not None and not body.logprobs:
+        raise RequestError(
+            "when using `logprob_token_ids`, `logprobs` must be set to true.", param="logprob_token_ids"
+        )
+    return sampling_params(
+        body,
+        model.facts,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or len(body.logprob_token_ids or ())) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        constraint=constraint,
+        reasoning=format.reasoning,
+        may_think=format.may_think,
+        keeps_special_tokens=format.keeps_special_tokens,
+    )
 
 
 def sampling_params(

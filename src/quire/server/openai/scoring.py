@@ -81,7 +81,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     prompts = await off_loop(size, lambda: _prompts(model.inputs, body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
     call = api.new_call("generative-scoring", body, request, model, prompts, [params] * len(prompts))
-    outputs = await api.until_disconnect(request, api.final_outputs(call))
+    outputs = await api.running_requests.until_disconnect(request.receive, api.final_outputs(call))
     return json_response(_reply(api, body, call, outputs))
 
 

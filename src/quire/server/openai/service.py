@@ -1,12 +1,12 @@
 """Shared code of the generating routes: ids, calls of the engine and their responses."""
 
 import asyncio
-import functools
 import hashlib
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -155,6 +155,7 @@ class GenerationService:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
+        rank = _header_int(request, "x-data-parallel-rank")
         hints = cache_hints(body, request.headers)
         for prompt in prompts:
             prompt.hints = hints
@@ -165,7 +166,7 @@ class GenerationService:
             created=int(time.time()),
             model=model,
             priority=body.priority if priority is None else priority,
-            rank=_header_int(request, "x-data-parallel-rank"),
+            rank=rank,
             prompts=prompts,
             params=list(params),
             timeline=CallTimeline.of(request, self.engine.inputs.tokenizer),
@@ -179,27 +180,6 @@ class GenerationService:
                 shown = self._shorten(prompt.text)
                 logger.info("Received request %s: params: %s, prompt: %r", call.id, params[0], shown)
         return call
-
-    def output_limit(self, max_tokens: int | None, prompt_len: int) -> int:
-        """Return the maximum output tokens: the least of the requested number, the room left in
-        max_model_len, and the model's default."""
-        limit = self.engine.inputs.max_model_len
-        if max_tokens is not None and max_tokens > limit:
-            raise RequestError(
-                f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer "
-                "output tokens.",
-                param="max_tokens",
-            )
-        if max_tokens is not None and max_tokens + prompt_len > limit:
-            raise RequestError(
-                f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
-                f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
-                f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the "
-                "number of requested output tokens.",
-                param="input_tokens",
-            )
-        bounds = (limit - prompt_len, max_tokens, self.engine.facts.default_sampling.get("max_tokens"))
-        return min(bound for bound in bounds if bound is not None)
 
     async def answer(
         self,
@@ -222,9 +202,10 @@ class GenerationService:
             return EventStream(
                 outputs, encoder=encoder, running_requests=self.running_requests, on_output=on_output
             )
-        finals = await self.until_disconnect(request, self.final_outputs(call))
+        until_disconnect = partial(self.running_requests.until_disconnect, request.receive)
+        finals = await until_disconnect(self.final_outputs(call))
         if before_encoding is not None:
-            await self.until_disconnect(request, before_encoding(finals))
+            await until_disconnect(before_encoding(finals))
         if timeline is None:
             return await off_loop(answer_size(finals), lambda: respond(encoder.response_body(finals)))
         for output in finals:
@@ -233,10 +214,6 @@ class GenerationService:
         if timeline.header:
             response.headers[TIMELINE_HEADER] = timeline.header
         return response
-
-    async def until_disconnect(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, which is cancelled if the client disconnects."""
-        return await self.running_requests.until_disconnect(request.receive, work)
 
     def pauses(self) -> Pauses:
         return Pauses(lock=self._lock)
@@ -347,7 +324,7 @@ class ParamsChecker:
     async def of(self, params: SamplingParams) -> CheckedParams:
         """Check sampling parameters. Prompts that share one params object share the result."""
         if id(params) not in self._checked:
-            check = functools.partial(self._check, params)
+            check = partial(self._check, params)
             is_long = params.structured_outputs is not None
             self._checked[id(params)] = await (
                 asyncio.to_thread(check) if is_long else off_loop(params_size(params), check)
@@ -379,7 +356,7 @@ def _positions_size(positions: PromptLogprobs | SampleLogprobs | None) -> int:
 def limit_long_bodies(answer: Answer) -> Answer:
     """Let a handler wait while `MAX_LONG_BODIES` requests with long bodies are processed (decorator)."""
 
-    @functools.wraps(answer)
+    @wraps(answer)
     async def limited(api: GenerationService, body: Any, request: Request) -> Response:
         if num_body_bytes(request) < LONG_BYTES:
             return await answer(api, body, request)

@@ -54,7 +54,8 @@ async def _read_inputs(
 ) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.read_chat(body, model, 0, partial(api.until_disconnect, request))]
+        wait = partial(api.running_requests.until_disconnect, request.receive)
+        return [await api.reader.read_chat(body, model, 0, wait)]
     inputs = list_prompts(body.input)
     api.check_count(len(inputs), "inputs", param="input")
     return await api.reader.read_inputs(
@@ -77,7 +78,7 @@ async def pool(
     cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
     call = api.new_call(id_prefix, body, request, model, prompts, [params] * len(prompts))
-    return call, await api.until_disconnect(request, _run_all(api, call))
+    return call, await api.running_requests.until_disconnect(request.receive, _run_all(api, call))
 
 
 async def _run_all(api: GenerationService, call: ApiCall) -> list[Pooled]:

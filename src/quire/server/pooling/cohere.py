@@ -115,7 +115,7 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
         (name, _read_input(instruction, name, value, has_template=has_template))
         for name, value in name_inputs(field, inputs)
     ]
-    wait = partial(api.until_disconnect, request)
+    wait = partial(api.running_requests.until_disconnect, request.receive)
     prompts = await api.reader.read_inputs(named_inputs, options, model, wait=wait)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:

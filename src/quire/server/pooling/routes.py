@@ -148,7 +148,7 @@ async def _score(
         [(name, _score_input(text, role, name, body.cache_salt)) for name, text in name_inputs(field, side)]
         for (field, side), role in zip(texts.items(), ROLES, strict=True)
     ]
-    wait, input_pairs = partial(api.until_disconnect, request), pairs(*sides)
+    wait, input_pairs = partial(api.running_requests.until_disconnect, request.receive), pairs(*sides)
     pooling = pools(api.engine.inputs.pooling, kind)
     if reads_pairs(pooling):
         both = [_pair(first, second) for (_, first), (_, second) in input_pairs]

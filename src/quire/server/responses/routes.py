@@ -12,7 +12,8 @@ from quire.server.http.errors import NotFound, json_response
 from quire.server.http.in_flight import num_body_bytes
 from quire.server.http.limits import account_of, keep_open
 from quire.server.http.openapi_document import add_post, replies_of
-from quire.server.openai.chat_request import ChatRequest, prepare_chat
+from quire.server.openai.chat import prepare_chat
+from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.service import GenerationService
@@ -67,7 +68,7 @@ class Responses:
             return await self._in_background(stored, encoder, chat, request, stream=bool(body.stream))
         if token_by_token and not body.stream:
             work = _generate_whole(self.api, chat, encoder)
-            return json_response(await self.api.until_disconnect(request, work))
+            return json_response(await self.api.running_requests.until_disconnect(request.receive, work))
         return await self.api.answer(chat.call, encoder, request, stream=bool(body.stream))
 
     async def _in_background(

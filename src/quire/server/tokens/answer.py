@@ -14,8 +14,9 @@ from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.encoder import routed_experts
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.prompts import num_chars, off_loop
+from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import CompletionBody
-from quire.server.openai.sampling_params import check_fields, check_stops, extra_args
+from quire.server.openai.sampling_params import check_fields, check_stops, extra_args, output_limit
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.tokens.bodies import TokensBody
 
@@ -58,13 +59,14 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
     )
     prompts = await api.reader.read_completion(as_prompt, model, max_sequences=api.settings.max_sequences)
     params = await off_loop(
-        num_chars(body.sampling_params), lambda: _params(api, body, len(prompts[0].token_ids))
+        num_chars(body.sampling_params),
+        lambda: _params(body, model, len(prompts[0].token_ids), max_n=api.settings.api.max_n),
     )
     call = api.new_call("generate-tokens", body, request, model, prompts, [params])
     return await api.answer(call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
 
 
-def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> SamplingParams:
+def _params(body: TokensBody, model: RequestedModel, prompt_len: int, *, max_n: int) -> SamplingParams:
     known = set(SamplingParams.__struct_fields__) - _INTERNAL
     fields: dict[str, Any] = {
         name: body.sampling_params[name] for name in known & body.sampling_params.keys()
@@ -75,13 +77,11 @@ def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> Sampli
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     fields["extra_args"] = extra_args(fields.get("extra_args"), body.kv_transfer_params)
     params = SamplingParams.from_optional(**{"max_tokens": None, **fields, "output_kind": kind})
-    if params.n > api.settings.api.max_n:
-        raise RequestError(
-            f"n must be at most {api.settings.api.max_n} (--max-n), got {params.n}.", param="n"
-        )
+    if params.n > max_n:
+        raise RequestError(f"n must be at most {max_n} (--max-n), got {params.n}.", param="n")
     if body.stream and params.prompt_logprobs is not None:
         raise InvalidBody("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
-    params.max_tokens = api.output_limit(params.max_tokens, prompt_len)
+    params.max_tokens = output_limit(model, params.max_tokens, prompt_len)
     return params
 
 

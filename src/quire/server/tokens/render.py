@@ -14,8 +14,9 @@ from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.limits import without_account
-from quire.server.openai.chat import ChatEncoder
-from quire.server.openai.chat_request import ChatRequest, prepare_chat
+from quire.server.openai.chat import prepare_chat
+from quire.server.openai.chat_encoder import ChatEncoder
+from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.completions import CompletionEncoder, begin_completion
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requested_model import RequestedModel
