@@ -12,6 +12,7 @@ from quire.server.http.openapi_document import add_post
 from quire.server.openai.chat import prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody
+from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_template
 from quire.server.openai.service import GenerationService, limit_long_bodies
 
@@ -26,7 +27,7 @@ async def create_message(api: GenerationService, body: MessagesBody, request: Re
     """Generate a message in Anthropic's format, whole or as a stream of events."""
     chat_body = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
     chat = await prepare_chat(api, chat_body, request, id_prefix="msg")
-    return await api.answer(chat.call, MessageEncoder(api, chat), request, stream=bool(body.stream))
+    return await answer_call(api, chat.call, MessageEncoder(api, chat), request, stream=bool(body.stream))
 
 
 @limit_long_bodies

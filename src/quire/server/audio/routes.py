@@ -21,6 +21,7 @@ from quire.server.audio.encoder import NAMES, SpeechEncoder, SpeechRequest, resp
 from quire.server.http.errors import NotFound, TooLarge
 from quire.server.http.openapi_document import CODES, replies_of
 from quire.server.openai.requested_model import RequestedModel
+from quire.server.openai.run_call import answer_call, final_outputs
 from quire.server.openai.sampling_params import check_fields, output_limit
 from quire.server.openai.service import GenerationService
 from quire.server.openai.streams import gather_all
@@ -91,7 +92,8 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
         _granularities(form),
         no_speech,
     )
-    return await api.answer(
+    return await answer_call(
+        api,
         call,
         SpeechEncoder(api, speech),
         request,
@@ -173,8 +175,8 @@ class _SpeechRuns:
         self, name: str, prompts: list[Prompt], params: list[SamplingParams]
     ) -> list[RequestOutput]:
         id_prefix = f"{_ID_PREFIXES[self.task]}-{name}"
-        return await self.api.final_outputs(
-            self.api.new_call(id_prefix, self.form, self.request, self.model, prompts, params)
+        return await final_outputs(
+            self.api, self.api.new_call(id_prefix, self.form, self.request, self.model, prompts, params)
         )
 
     async def detect_language(self, piece: PreparedItem) -> str:

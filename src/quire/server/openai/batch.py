@@ -14,6 +14,7 @@ from quire.server.openai.chat_encoder import ChatEncoder
 from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.completions import create_completion
 from quire.server.openai.requests import ChatBody, CompletionBody
+from quire.server.openai.run_call import final_outputs
 from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import (
     EmbeddingChatBody,
@@ -56,7 +57,7 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
     prompts = [prompt for chat in chats for prompt in chat.call.prompts]
     params = [item for chat in chats for item in chat.call.params]
     call = dataclasses.replace(chats[0].call, prompts=prompts, params=params)
-    outputs = await api.running_requests.until_disconnect(request.receive, api.final_outputs(call))
+    outputs = await api.running_requests.until_disconnect(request.receive, final_outputs(api, call))
     for chat, output in zip(chats, outputs, strict=True):
         answers.append(ChatEncoder(api, chat).response_body([output]))
         await pause.if_due()

@@ -13,6 +13,7 @@ from quire.server.openai.chat_encoder import ChatEncoder
 from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
+from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import chat_params, check_chat, params_size
 from quire.server.openai.service import GenerationService
 from quire.server.openai.tools import ToolUse, read_tools
@@ -30,7 +31,7 @@ _THINKING_VARIABLES = ("enable_thinking", "thinking")
 async def create_chat_completion(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Create a chat completion, as one response or as a stream of events."""
     chat = await prepare_chat(api, body, request)
-    return await api.answer(chat.call, ChatEncoder(api, chat), request, stream=bool(body.stream))
+    return await answer_call(api, chat.call, ChatEncoder(api, chat), request, stream=bool(body.stream))
 
 
 async def prepare_chat(

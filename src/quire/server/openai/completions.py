@@ -17,6 +17,7 @@ from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import CompletionBody
+from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import (
     beam_params,
     check_generate,
@@ -36,7 +37,7 @@ _DEFAULT_MAX_TOKENS = 16
 async def create_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Create completions of one or more prompts, as one response or as a stream of events."""
     call = await begin_completion(api, body, request)
-    return await api.answer(call, CompletionEncoder(api, body, call), request, stream=bool(body.stream))
+    return await answer_call(api, call, CompletionEncoder(api, body, call), request, stream=bool(body.stream))
 
 
 async def begin_completion(api: GenerationService, body: CompletionBody, request: Request) -> ApiCall:

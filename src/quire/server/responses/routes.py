@@ -16,6 +16,7 @@ from quire.server.openai.chat import prepare_chat
 from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody
+from quire.server.openai.run_call import answer_call, stream_call
 from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import DeletedReply, ItemsReply, ResponseBody, ResponseReply
 from quire.server.responses.encoder import ResponseEncoder, fixed_fields
@@ -69,7 +70,7 @@ class Responses:
         if token_by_token and not body.stream:
             work = _generate_whole(self.api, chat, encoder)
             return json_response(await self.api.running_requests.until_disconnect(request.receive, work))
-        return await self.api.answer(chat.call, encoder, request, stream=bool(body.stream))
+        return await answer_call(self.api, chat.call, encoder, request, stream=bool(body.stream))
 
     async def _in_background(
         self,
@@ -83,7 +84,7 @@ class Responses:
         store = self.store
         assert store is not None
         store.check_room()
-        outputs = await self.api.streamed(chat.call)
+        outputs = await stream_call(self.api, chat.call)
         release = keep_open(request.scope)
 
         def on_end() -> None:
@@ -205,7 +206,7 @@ async def _generate_whole(
     api: GenerationService, chat: ChatRequest, encoder: ResponseEncoder
 ) -> dict[str, Any]:
     """Generate a response token by token and return the whole response."""
-    outputs = await api.streamed(chat.call)
+    outputs = await stream_call(api, chat.call)
     try:
         async for output in outputs:
             encoder.add_output(output)

@@ -16,6 +16,7 @@ from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import CompletionBody
+from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_fields, check_stops, extra_args, output_limit
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.tokens.bodies import TokensBody
@@ -63,7 +64,7 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
         lambda: _params(body, model, len(prompts[0].token_ids), max_n=api.settings.api.max_n),
     )
     call = api.new_call("generate-tokens", body, request, model, prompts, [params])
-    return await api.answer(call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
+    return await answer_call(api, call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
 
 
 def _params(body: TokensBody, model: RequestedModel, prompt_len: int, *, max_n: int) -> SamplingParams:
