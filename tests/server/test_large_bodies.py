@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 from quire.server.app import Application
 from quire.server.http import fast_path
 from quire.server.http.fast_path import may_have_surrogates
-from quire.server.openai.prompts import num_chars
+from quire.server.openai.work_size import num_chars
 from quire.server.settings import make_settings
 
 ENGINE = FakeEngine()

@@ -160,10 +160,7 @@ class ModelRouter:
         raise unknown_model_error(name, self._cards())
 
     def _find_by_name(self, name: str) -> ServedModel | None:
-        for model in self._models:
-            if name in model.api.engine.facts.model_names or model.api.adapters.get(name) is not None:
-                return model
-        return None
+        return next((model for model in self._models if name in model.api.names), None)
 
     # ---- routes
 

@@ -10,11 +10,11 @@ from quire.server.http.errors import json_response
 from quire.server.http.in_flight import num_body_bytes
 from quire.server.http.openapi_document import add_post
 from quire.server.openai.chat import prepare_chat
-from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_template
 from quire.server.openai.service import GenerationService, limit_long_bodies
+from quire.server.openai.work_size import off_loop
 
 
 def add_message_routes(app: FastAPI, api: GenerationService) -> None:

@@ -11,12 +11,12 @@ from quire.frontend.inputs import Prompt
 from quire.server.openai.answer_pieces import AnswerFormat, Parsers
 from quire.server.openai.chat_encoder import ChatEncoder
 from quire.server.openai.chat_request import ChatRequest
-from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import chat_params, check_chat, params_size
 from quire.server.openai.service import GenerationService
 from quire.server.openai.tools import ToolUse, read_tools
+from quire.server.openai.work_size import num_chars, off_loop
 from quire.text.tokenizer import Tokenizer
 
 _NUM_DECODED_TOKENS = 64

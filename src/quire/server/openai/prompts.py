@@ -1,13 +1,10 @@
 """Conversion of request bodies to prompts: texts, token ids and conversations, truncated on request."""
 
-import asyncio
 import copy
-import itertools
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import GeneratorType
-from typing import Any, TypeVar
+from typing import Any
 
 from quire.config.server_sections import ApiSection
 from quire.errors import RequestError
@@ -27,23 +24,17 @@ from quire.server.openai.requests import (
     Message,
     Prompts,
 )
+from quire.server.openai.work_size import LONG, VALUE_CHARS, add_sizes, num_chars, off_loop
 from quire.text.chat_template import choose_template
 
-T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
 PoolingInput = str | list[int] | tuple[str, str] | ScoreInputs
 """A text, token ids, a pair of texts that form one prompt, or one or two lists of content parts."""
 
-_LONG = 8192
-"""Characters or token ids from which work runs in a thread, as it would block the event loop for
-milliseconds: tokenization of 8,000 characters takes about 5 ms."""
 _PROMPT_CHARS = 32
 """Characters that are added to the size of each prompt of a call, for the fixed cost of a prompt."""
-_VALUE_CHARS = 16
-"""Number of characters that a value other than a text counts as, since it takes as long to handle."""
 _EMBEDS = "_embeds"
 """Suffix of the types of content parts that are embeddings."""
-_END = object()
 _RENDER_S = 1.0
 _EMBEDS_CONFLICTS = {
     "echo": "Echo is unsupported with prompt embeds.",
@@ -51,11 +42,6 @@ _EMBEDS_CONFLICTS = {
     "use_beam_search": "Beam search is unsupported with prompt embeds.",
 }
 """Errors by field, for fields that need prompt tokens, which prompt embeddings do not have."""
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run long work in a thread, and short work directly."""
-    return work() if size < _LONG else await asyncio.to_thread(work)
 
 
 class PromptReader:
@@ -113,7 +99,7 @@ class PromptReader:
         size = text_size = _template_size(body)
         salt = getattr(body, "cache_salt", None)
         messages, items = await off_loop(
-            size if size < _LONG else _count(_fields(body.messages), _part_size),
+            size if size < LONG else add_sizes(_fields(body.messages), _part_size),
             lambda: part_media([*map(as_dict, body.messages)], salt),
         )
         prepared: list[PreparedItem] = []
@@ -121,7 +107,7 @@ class PromptReader:
             work = inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
             prepared = await (work if wait is None else wait(work))
             rest = [messages, body.tools, body.documents, body.chat_template_kwargs]
-            text_size = num_chars(rest) if body.chat_template is None else _LONG
+            text_size = num_chars(rest) if body.chat_template is None else LONG
             size = text_size + sum(len(item.processed.token_ids) for item in prepared)
 
         def render() -> Prompt:
@@ -137,7 +123,7 @@ class PromptReader:
                 chat_template_kwargs=self.variables(body) if variables is None else variables,
                 add_special_tokens=body.add_special_tokens,
                 prepared=prepared,
-                render_s=_RENDER_S if text_size >= _LONG else None,
+                render_s=_RENDER_S if text_size >= LONG else None,
             )
             prompt.cache_salt = salt
             return _truncate(prompt, body, model, num_output) if truncates else prompt
@@ -168,7 +154,7 @@ class PromptReader:
             return prompts
 
         size = sum(
-            _LONG if isinstance(value, ScoreInputs) else _prompt_size(value) for _, value in named_inputs
+            LONG if isinstance(value, ScoreInputs) else _prompt_size(value) for _, value in named_inputs
         )
         return await off_loop(size, read)
 
@@ -333,7 +319,7 @@ def _template_size(body: ConversationBody) -> int:
     """Return the approximate number of characters that the chat template handles. A template from the request
     counts as long, since its cost is unknown."""
     if body.chat_template is not None:
-        return _LONG
+        return LONG
     return num_chars([body.tools, body.documents, body.chat_template_kwargs, _fields(body.messages)])
 
 
@@ -343,31 +329,10 @@ def _fields(messages: Sequence[Message]) -> Iterator[Any]:
 
 def _part_size(text: str) -> int:
     """Return the cost of a text, in characters, when messages are searched for media: only the types of
-    content parts are read. The type of an embedding costs `_LONG`, since embeddings are decoded."""
-    return _LONG if text.endswith(_EMBEDS) else _VALUE_CHARS
+    content parts are read. The type of an embedding costs `LONG`, since embeddings are decoded."""
+    return LONG if text.endswith(_EMBEDS) else VALUE_CHARS
 
 
 def _prompt_size(prompt: Any) -> int:
     """Return the number of characters or token ids of a prompt, plus its fixed cost `_PROMPT_CHARS`."""
     return _PROMPT_CHARS + (len(prompt) if isinstance(prompt, str | list) else num_chars(prompt))
-
-
-def num_chars(value: Any) -> int:
-    """Count the characters of all nested values, up to about `_LONG`."""
-    return _count(value, len)
-
-
-def _count(value: Any, size_of: Callable[[str], int]) -> int:
-    """Add up the sizes of nested values, until the sum reaches `_LONG`."""
-    count, pending = 0, [iter((value,))]
-    while pending and count < _LONG:
-        item = next(pending[-1], _END)
-        if item is _END:
-            pending.pop()
-            continue
-        count += size_of(item) if isinstance(item, str) else _VALUE_CHARS
-        if isinstance(item, dict):
-            pending.append(itertools.chain(item, item.values()))
-        elif isinstance(item, list | tuple | GeneratorType):
-            pending.append(iter(item))
-    return count

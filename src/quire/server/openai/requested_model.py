@@ -60,6 +60,9 @@ class ServedNames:
         yield from self._engine.facts.model_names
         yield from (adapter.name for adapter in self._adapters)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._engine.facts.model_names or self._adapters.get(name) is not None
+
     async def find(self, name: str | None, request: Request, *, pools: bool | None = None) -> RequestedModel:
         """Return the model of a request; no name means the base model, and an adapter is loaded if necessary.
         Raise NotFound for an unknown name. `pools`: also require a pooling model (True) or a generative model

@@ -245,6 +245,11 @@ class CompletionBody(GenerateBody):
         " Needs --enable-prompt-embeds. Their choices come before those of `prompt`."
     )
 
+    @property
+    def returns_prompt_only(self) -> bool:
+        """Whether only the prompt is returned; the engine still generates one token, which is dropped."""
+        return bool(self.echo) and self.max_tokens == 0
+
 
 class TokenizeText(Body):
     """The body of /tokenize for a text."""

@@ -1,5 +1,6 @@
 """Conversion of request bodies to sampling parameters, with the API's checks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.config.server_sections import ApiSection
@@ -12,16 +13,17 @@ from quire.frontend.inputs import Prompt
 from quire.logs import get_logger, printable, warn_once
 from quire.server.http.errors import InvalidBody
 from quire.server.openai.answer_pieces import AnswerFormat
-from quire.server.openai.prompts import num_chars
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import (
     MAX_STOP_STRINGS,
     Body,
     ChatBody,
+    CompletionBody,
     ConversationBody,
     GenerateBody,
 )
-from quire.server.openai.tools import GUIDED
+from quire.server.openai.tools import GUIDED, constraint_of
+from quire.server.openai.work_size import num_chars
 
 logger = get_logger(__name__)
 
@@ -39,6 +41,8 @@ _LISTS = (
 """Fields of a body or of SamplingParams that may hold many values."""
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that take their defaults from the model's generation config."""
+_DEFAULT_MAX_TOKENS = 16
+"""Maximum output tokens of a completion that does not set them."""
 _FUNCTION_FIELDS = ("functions", "function_call")
 """Names of `tools` and `tool_choice` in older versions of the API."""
 _HANDLED = frozenset({*UNSUPPORTED["body field"], *GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
@@ -189,6 +193,32 @@ def chat_params(
         may_think=format.may_think,
         keeps_special_tokens=format.keeps_special_tokens,
     )
+
+
+def completion_params(
+    body: CompletionBody, model: RequestedModel, prompts: Sequence[Prompt]
+) -> list[SamplingParams | BeamSearchParams]:
+    """Return the parameters of each prompt of a completion. Prompts with equal `max_tokens` share them."""
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = 1 if body.returns_prompt_only else max_tokens
+    limits = [output_limit(model, max_tokens, len(prompt.token_ids)) for prompt in prompts]
+    constraint = constraint_of(body)
+    echoes_logprobs = body.prompt_logprobs is None and body.echo
+
+    def params(limit: int) -> SamplingParams | BeamSearchParams:
+        if body.use_beam_search:
+            return beam_params(body, model.facts, max_tokens=limit, constraint=constraint)
+        return sampling_params(
+            body,
+            model.facts,
+            max_tokens=limit,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if echoes_logprobs else body.prompt_logprobs,
+            constraint=constraint,
+        )
+
+    shared = {limit: params(limit) for limit in dict.fromkeys(limits)}
+    return [shared[limit] for limit in limits]
 
 
 def sampling_params(

@@ -15,12 +15,12 @@ from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import add_post
-from quire.server.openai.prompts import off_loop
 from quire.server.openai.replies import UsageReply
 from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId, doc
 from quire.server.openai.run_call import final_outputs
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import off_loop
 
 
 class ScoringBody(CallBody):

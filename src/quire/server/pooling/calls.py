@@ -17,22 +17,16 @@ from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import OutputStream
 from quire.server.http.errors import json_response
-from quire.server.openai.prompts import list_prompts, off_loop
+from quire.server.openai.prompts import list_prompts
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import off_loop
 from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody, VectorOptions
 from quire.system.tasks import cancel_all
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 T = TypeVar("T")
-
-
-async def pooling_model(api: GenerationService, body: PoolingBody, request: Request) -> RequestedModel:
-    """Return the model of a request, which must be a pooling model, and check the fields of the body."""
-    model = await api.names.find(body.model, request, pools=True)
-    check_fields(body)
-    return model
 
 
 def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
@@ -44,7 +38,8 @@ async def pool_inputs(
     api: GenerationService, id_prefix: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
 ) -> tuple[ApiCall, list[Pooled]]:
     """Run the model on the inputs of a body. `params`: further keyword arguments of `pool`."""
-    model = await pooling_model(api, body, request)
+    model = await api.names.find(body.model, request, pools=True)
+    check_fields(body)
     prompts = await _read_inputs(api, body, request, model)
     return await pool(api, id_prefix, body, request, model, prompts, **params)
 

@@ -15,12 +15,12 @@ from quire.data.params import INT64_MAX
 from quire.errors import RequestError
 from quire.frontend.score_inputs import ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
-from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import Body, CallBody, Int, Some, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
+from quire.server.openai.work_size import off_loop
 from quire.server.pooling.bodies import VectorOptions
-from quire.server.pooling.calls import name_inputs, pack_values, pool, pooling_model
+from quire.server.pooling.calls import name_inputs, pack_values, pool
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 
@@ -108,7 +108,7 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
     options = VectorOptions.model_validate(fields)
     instruction, (field, inputs) = _instruction(api, body.input_type), _inputs_of(body)
     check_fields(body)
-    model = await pooling_model(api, options, request)
+    model = await api.names.find(body.model, request, pools=True)
     api.check_count(len(inputs), "inputs", param=field)
     has_template = api.reader.has_template(model)
     named_inputs = [

@@ -11,8 +11,9 @@ from quire.frontend.pooling import embedding_task, pairs, pools, reads_pairs, si
 from quire.frontend.score_inputs import ROLES, ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import add_post
-from quire.server.openai.prompts import off_loop
+from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import off_loop
 from quire.server.pooling.bodies import (
     ClassifyReply,
     ContentParts,
@@ -37,7 +38,6 @@ from quire.server.pooling.calls import (
     name_inputs,
     pool,
     pool_inputs,
-    pooling_model,
     usage,
 )
 from quire.server.pooling.cohere import CohereReply, create_cohere_embeddings
@@ -141,7 +141,8 @@ async def _score(
 ) -> tuple[ApiCall, list[Pooled]]:
     """Return a score for each pair. A cross-encoder reads both inputs at once; for an embedding model the
     score is the cosine similarity, or MaxSim."""
-    model = await pooling_model(api, body, request)
+    model = await api.names.find(body.model, request, pools=True)
+    check_fields(body)
     (_, firsts), (second, seconds) = texts.items()
     api.check_count(max(len(firsts), len(seconds)), "inputs", param=second)
     sides = [

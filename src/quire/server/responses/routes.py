@@ -14,10 +14,10 @@ from quire.server.http.limits import account_of, keep_open
 from quire.server.http.openapi_document import add_post, replies_of
 from quire.server.openai.chat import prepare_chat
 from quire.server.openai.chat_request import ChatRequest
-from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.run_call import answer_call, stream_call
 from quire.server.openai.service import GenerationService
+from quire.server.openai.work_size import off_loop
 from quire.server.responses.bodies import DeletedReply, ItemsReply, ResponseBody, ResponseReply
 from quire.server.responses.encoder import ResponseEncoder, fixed_fields
 from quire.server.responses.items import Item, new_id, read_items

@@ -13,12 +13,12 @@ from quire.server.http.errors import InvalidBody
 from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.encoder import routed_experts
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_fields, check_stops, extra_args, output_limit
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import num_chars, off_loop
 from quire.server.tokens.bodies import TokensBody
 
 _INTERNAL = frozenset(

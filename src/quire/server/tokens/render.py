@@ -17,11 +17,12 @@ from quire.server.http.limits import without_account
 from quire.server.openai.chat import prepare_chat
 from quire.server.openai.chat_encoder import ChatEncoder
 from quire.server.openai.chat_request import ChatRequest
-from quire.server.openai.completions import CompletionEncoder, begin_completion
-from quire.server.openai.prompts import off_loop
+from quire.server.openai.completion_encoder import CompletionEncoder
+from quire.server.openai.completions import begin_completion
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import ChatBody, CompletionBody
 from quire.server.openai.service import ApiCall, GenerationService, limit_long_bodies
+from quire.server.openai.work_size import off_loop
 from quire.server.tokens.answer import public_params
 from quire.server.tokens.bodies import (
     DerenderChatBody,

@@ -10,10 +10,10 @@ from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import BODY, CODES, add_post, replies_of
 from quire.server.openai import replies
 from quire.server.openai.batch import body_handlers, create_chat_batch
-from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import DetokenizeBody, TokenizeChat, TokenizeText
 from quire.server.openai.sampling_params import check_contents, check_fields, check_template
 from quire.server.openai.service import GenerationService, limit_long_bodies
+from quire.server.openai.work_size import off_loop
 from quire.server.tokens.answer import create_tokens_of_tokens
 from quire.server.tokens.bodies import RenderedReply, TokensReply
 from quire.server.tokens.render import (
