@@ -152,12 +152,10 @@ class ModelRouter:
         model. Raise NotFound for an unknown name."""
         if not name:
             return self._models[0]
-        if (model := self._find_by_name(name)) is not None:
-            return model
-        for model in self._models:
-            if model.api.adapters.may_resolve(name):
-                return model
-        raise unknown_model_error(name, self._cards())
+        loadable = (model for model in self._models if model.api.adapters.may_resolve(name))
+        if (model := self._find_by_name(name) or next(loadable, None)) is None:
+            raise unknown_model_error(name, self._cards())
+        return model
 
     def _find_by_name(self, name: str) -> ServedModel | None:
         return next((model for model in self._models if name in model.api.names), None)

@@ -18,7 +18,9 @@ from starlette.requests import Request
 from tokenizers import Tokenizer
 
 from quire.config.env import Env
+from quire.data.lora import LoRARequest
 from quire.errors import ConfigError, EngineDead, RequestError
+from quire.frontend.inputs import InputProcessor
 from quire.server.app import Application
 from quire.server.http.errors import NotFound
 from quire.server.lora import resolver
@@ -227,6 +229,34 @@ async def test_unloading_waits_for_running_requests_and_refuses_new_ones(tmp_pat
         assert (await leaving).status_code == 200
         assert engine.removals == [("a", 0)]
         assert (await loading).status_code == 200 and list(engine.adapters) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": MESSAGES, "logprobs": True}),
+        (CHAT, {"messages": MESSAGES, "truncate_prompt_tokens": 4, "stream": True, "logprobs": True}),
+        (COMPLETIONS, {"prompt": ["ab", "cd"], "logprobs": 1, "echo": True}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
+        ("/tokenize", {"messages": MESSAGES}),
+        (f"{CHAT}/render", {"messages": MESSAGES}),
+    ],
+)
+async def test_adapter_of_a_request_is_looked_up_once(
+    path: str, body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every lookup reads the state of three files of the adapter's tokenizer."""
+    lookups, look_up = [], InputProcessor.tokenizer_of
+
+    def count(inputs: InputProcessor, lora: LoRARequest | None) -> Any:
+        lookups.append(lora)
+        return look_up(inputs, lora)
+
+    monkeypatch.setattr(InputProcessor, "tokenizer_of", count)
+    async with lora_client(lora_engine(), {"lora_modules": [f"a={adapter(tmp_path / 'a')}"]}) as client:
+        assert (await client.post(path, json=body | {"model": "a"})).status_code == 200
+    assert len(lookups) == 1
 
 
 async def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt
-from quire.server.openai.answer_pieces import AnswerFormat, Parsers
+from quire.server.openai.answer_pieces import AnswerFormat, Parsers, ToolUse
 from quire.server.openai.chat_encoder import ChatEncoder
 from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import chat_params, check_chat, params_size
 from quire.server.openai.service import GenerationService
-from quire.server.openai.tools import ToolUse, read_tools
+from quire.server.openai.tools import read_tools
 from quire.server.openai.work_size import num_chars, off_loop
 from quire.text.tokenizer import Tokenizer
 
@@ -48,11 +48,9 @@ async def prepare_chat(
     variables = api.reader.variables(body)
     wait = partial(api.running_requests.until_disconnect, request.receive)
     prompt = await api.reader.read_chat(body, model, body.num_requested or 1, wait, variables=variables)
-    format = AnswerFormat()
-    if model.tokenizer is not None and (parsers.reasoning is not None or tools.calls != "none"):
-        format = _answer_format(
-            parsers, body, tools, prompt, model.tokenizer, variables, unconstrained=not is_constrained
-        )
+    format = _answer_format(
+        parsers, body, tools, prompt, model.tokenizer, variables, unconstrained=not is_constrained
+    )
     params = await off_loop(params_size(body), lambda: chat_params(body, model, prompt, constraint, format))
     call = api.new_call(id_prefix, body, request, model, [prompt], [params])
     last = body.messages[-1]
@@ -70,13 +68,15 @@ def _answer_format(
     body: ChatBody,
     tools: ToolUse,
     prompt: Prompt,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     variables: Mapping[str, Any],
     *,
     unconstrained: bool,
 ) -> AnswerFormat:
     """Return how to parse the output. `variables`: the variables of the chat template. `unconstrained`:
     whether the output has no structured output constraint."""
+    if tokenizer is None or (parsers.reasoning is None and tools.calls == "none"):
+        return AnswerFormat()
     text = prompt.text
     if text is None:
         text = tokenizer.decode(prompt.token_ids[-_NUM_DECODED_TOKENS:], skip_special_tokens=False)
@@ -84,9 +84,7 @@ def _answer_format(
     return parsers.answer_format(
         text,
         tokenizer,
-        calls=tools.calls,
-        name=tools.name,
-        schemas=tools.schemas,
+        tools,
         num_calls=sum(len(message.tool_calls or ()) for message in body.messages),
         enable_thinking=switches[0] if switches else None,
         unconstrained=unconstrained,

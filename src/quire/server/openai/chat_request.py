@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from quire.server.openai.answer_pieces import AnswerFormat, OutputParser
+from quire.server.openai.answer_pieces import AnswerFormat, OutputParser, ToolUse
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.service import ApiCall
-from quire.server.openai.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)

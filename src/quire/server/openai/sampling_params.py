@@ -6,7 +6,7 @@ from typing import Any
 from quire.config.server_sections import ApiSection
 from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.kv_transfer import FIELD
-from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
+from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.errors import RequestError, nearest
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import Prompt
@@ -43,6 +43,7 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that take their defaults from the model's generation config."""
 _DEFAULT_MAX_TOKENS = 16
 """Maximum output tokens of a completion that does not set them."""
+_ONLY_TEXT = AnswerFormat()
 _FUNCTION_FIELDS = ("functions", "function_call")
 """Names of `tools` and `tool_choice` in older versions of the API."""
 _HANDLED = frozenset({*UNSUPPORTED["body field"], *GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
@@ -189,9 +190,7 @@ def chat_params(
         logprobs=(body.top_logprobs or len(body.logprob_token_ids or ())) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         constraint=constraint,
-        reasoning=format.reasoning,
-        may_think=format.may_think,
-        keeps_special_tokens=format.keeps_special_tokens,
+        format=format,
     )
 
 
@@ -229,15 +228,13 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     constraint: dict[str, Any] | None,
-    reasoning: ReasoningIds | None = None,
-    may_think: bool = True,
-    keeps_special_tokens: bool = False,
+    format: AnswerFormat = _ONLY_TEXT,
 ) -> SamplingParams:
-    """Return the sampling parameters of a body. `constraint`: the structured output constraint. `reasoning`:
-    the token ids of the reasoning marks; None if reasoning is not parsed. `may_think`: whether reasoning may
-    precede constrained output."""
+    """Return the sampling parameters of a body. `constraint`: the structured output constraint. `format`: how
+    the output is parsed."""
+    reasoning = format.reasoning
     fields = {name: getattr(body, name) for name in _SAMPLING}
-    if keeps_special_tokens:
+    if format.keeps_special_tokens:
         fields["skip_special_tokens"] = False
     budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
     if budget is not None and reasoning is None:
@@ -252,7 +249,7 @@ def sampling_params(
         if fields[name] is None:
             fields[name] = defaults.get(name)
     detection = body.repetition_detection
-    if constraint is not None and not may_think:
+    if constraint is not None and not format.may_think:
         reasoning = budget = None
     return SamplingParams.from_optional(
         **fields,

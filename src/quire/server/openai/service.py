@@ -32,9 +32,7 @@ from quire.server.openai.cache_hints import cache_hints
 from quire.server.openai.prompts import PromptReader
 from quire.server.openai.requested_model import RequestedModel, ServedNames
 from quire.server.openai.requests import CallBody
-from quire.server.openai.streams import (
-    Pauses,
-)
+from quire.server.openai.streams import Pauses
 from quire.server.openai.timeline import CallTimeline, request_metrics
 from quire.server.settings import ServerSettings, parsers_of
 

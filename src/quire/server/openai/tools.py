@@ -3,12 +3,11 @@ output, which has one of three equivalent forms in a body."""
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
-from quire.server.openai.answer_pieces import NAMED, REQUIRED, Parsers
+from quire.server.openai.answer_pieces import NAMED, REQUIRED, Parsers, ToolUse
 from quire.server.openai.requests import ChatBody, GenerateBody
 from quire.text.parsers.call_grammar import calls_grammar, format_of
 from quire.text.parsers.calls import is_name
@@ -32,61 +31,6 @@ _LITERAL = ("const", "enum", "default", "examples")
 """Keys of a schema that hold values, not schemas."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The tools of a request, and how the model may call them."""
-
-    calls: str = "none"
-    """auto, required, named or none."""
-    name: str = ""
-    """Name of the tool to call, if `calls` is named."""
-    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Parameter schemas by tool name."""
-    parallel: bool = True
-    """Whether one response may have several calls."""
-    strict: frozenset[str] = frozenset()
-    """Tools with arguments that must match their schema."""
-
-    def constrain(
-        self,
-        requested: dict[str, Any] | None,
-        *,
-        is_format: bool,
-        parser: str | None,
-        tokenizer: Tokenizer | None,
-    ) -> dict[str, Any] | None:
-        """Return the structured output constraint: that of the request, that of forced calls, or a grammar
-        of optional calls and the requested format. `is_format`: whether the request has its constraint as
-        `response_format`."""
-        if self.calls in (REQUIRED, NAMED):
-            if requested is not None and not is_format:
-                raise RequestError(
-                    "You can only either use constraints for structured outputs or tools, not both.",
-                    param="structured_outputs",
-                )
-            named = self.calls == NAMED
-            schema = self.schemas[self.name] if named else calls_schema(self.schemas, parallel=self.parallel)
-            return {"json": schema, "whitespace_pattern": _WHITE}
-        answer_schema = _schema_only(requested)
-        if tokenizer is not None and (requested is None or answer_schema is not None):
-            return self._optional_constraint(parser, tokenizer, answer_schema) or requested
-        return requested
-
-    def _optional_constraint(
-        self, parser: str | None, tokenizer: Tokenizer, answer_schema: dict[str, Any] | None
-    ) -> dict[str, Any] | None:
-        """Return the constraint of an output with optional calls, or None if the parser's format has no
-        grammar. The output is JSON of the `answer_schema`, or text with calls; calls of strict tools match
-        their schemas."""
-        format = format_of(parser or "", tokenizer)
-        if self.calls != "auto" or format is None or not (self.strict or answer_schema):
-            return None
-        if answer_schema and not format.opening:
-            return None
-        schemas = {name: self.schemas[name] if name in self.strict else _ANY for name in self.schemas}
-        return {"grammar": calls_grammar(format, schemas, tokenizer, answer_schema=answer_schema)}
-
-
 def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the JSON schema of a structured output constraint, or None if it has other parts."""
     match constraint:
@@ -104,9 +48,34 @@ def read_tools(
     not only to optional tool calls."""
     tools = _tool_use(body, auto=parsers.auto)
     requested = constraint_of(body)
-    is_format = body.response_format is not None
-    constraint = tools.constrain(requested, is_format=is_format, parser=parsers.tools, tokenizer=tokenizer)
-    return tools, constraint, constraint is not None and (tools.calls != "auto" or requested is not None)
+    if tools.calls in (REQUIRED, NAMED):
+        if requested is not None and body.response_format is None:
+            raise RequestError(
+                "You can only either use constraints for structured outputs or tools, not both.",
+                param="structured_outputs",
+            )
+        named = tools.calls == NAMED
+        schema = tools.schemas[tools.name] if named else calls_schema(tools.schemas, parallel=tools.parallel)
+        return tools, {"json": schema, "whitespace_pattern": _WHITE}, True
+    grammar = None
+    if tools.calls == "auto" and tokenizer is not None:
+        grammar = _optional_calls_grammar(tools, parsers.tools, tokenizer, requested)
+    return tools, grammar or requested, requested is not None
+
+
+def _optional_calls_grammar(
+    tools: ToolUse, parser: str | None, tokenizer: Tokenizer, requested: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the constraint of an output with optional calls, or None if the parser's format has no grammar.
+    The output is JSON of the `requested` schema, or text with calls; calls of strict tools match their
+    schemas."""
+    answer_schema, format = _schema_only(requested), format_of(parser or "", tokenizer)
+    if requested is not None and answer_schema is None:
+        return None
+    if format is None or not (tools.strict or answer_schema) or (answer_schema and not format.opening):
+        return None
+    schemas = {name: tools.schemas[name] if name in tools.strict else _ANY for name in tools.schemas}
+    return {"grammar": calls_grammar(format, schemas, tokenizer, answer_schema=answer_schema)}
 
 
 def _tool_use(body: ChatBody, *, auto: bool) -> ToolUse:

@@ -40,22 +40,16 @@ async def pool_inputs(
     """Run the model on the inputs of a body. `params`: further keyword arguments of `pool`."""
     model = await api.names.find(body.model, request, pools=True)
     check_fields(body)
-    prompts = await _read_inputs(api, body, request, model)
-    return await pool(api, id_prefix, body, request, model, prompts, **params)
-
-
-async def _read_inputs(
-    api: GenerationService, body: InputBody | PoolingChatBody, request: Request, model: RequestedModel
-) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
         wait = partial(api.running_requests.until_disconnect, request.receive)
-        return [await api.reader.read_chat(body, model, 0, wait)]
-    inputs = list_prompts(body.input)
-    api.check_count(len(inputs), "inputs", param="input")
-    return await api.reader.read_inputs(
-        name_inputs("input", inputs), body, model, add_special_tokens=body.add_special_tokens
-    )
+        prompts = [await api.reader.read_chat(body, model, 0, wait)]
+    else:
+        inputs, special = list_prompts(body.input), body.add_special_tokens
+        api.check_count(len(inputs), "inputs", param="input")
+        named_inputs = name_inputs("input", inputs)
+        prompts = await api.reader.read_inputs(named_inputs, body, model, add_special_tokens=special)
+    return await pool(api, id_prefix, body, request, model, prompts, **params)
 
 
 async def pool(
