@@ -1,4 +1,4 @@
-"""Shared code of the generating routes: ids, calls of the engine and their responses."""
+"""Shared code of the routes: the engine, its calls, and the usage and metrics of responses."""
 
 import asyncio
 import hashlib
