@@ -48,9 +48,11 @@ async def prepare_chat(
     variables = api.reader.variables(body)
     wait = partial(api.running_requests.until_disconnect, request.receive)
     prompt = await api.reader.read_chat(body, model, body.num_requested or 1, wait, variables=variables)
-    format = _answer_format(
-        parsers, body, tools, prompt, model.tokenizer, variables, unconstrained=not is_constrained
-    )
+    format = AnswerFormat()
+    if model.tokenizer is not None and (parsers.reasoning is not None or tools.calls != "none"):
+        format = _answer_format(
+            parsers, body, tools, prompt, model.tokenizer, variables, unconstrained=not is_constrained
+        )
     params = await off_loop(params_size(body), lambda: chat_params(body, model, prompt, constraint, format))
     call = api.new_call(id_prefix, body, request, model, [prompt], [params])
     last = body.messages[-1]
@@ -68,15 +70,13 @@ def _answer_format(
     body: ChatBody,
     tools: ToolUse,
     prompt: Prompt,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer,
     variables: Mapping[str, Any],
     *,
     unconstrained: bool,
 ) -> AnswerFormat:
     """Return how to parse the output. `variables`: the variables of the chat template. `unconstrained`:
     whether the output has no structured output constraint."""
-    if tokenizer is None or (parsers.reasoning is None and tools.calls == "none"):
-        return AnswerFormat()
     text = prompt.text
     if text is None:
         text = tokenizer.decode(prompt.token_ids[-_NUM_DECODED_TOKENS:], skip_special_tokens=False)
