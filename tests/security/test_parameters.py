@@ -16,7 +16,8 @@ from quire.data.request import Request
 from quire.errors import RequestError
 from quire.sched.running import Running
 from quire.sched.step_tokens import why_stopped
-from quire.server.openai import completions, streams
+from quire.server.openai import sampling_params as params_module
+from quire.server.openai import streams
 from quire.server.openai.sampling_params import sampling_params
 from quire.server.openai.streams import Pauses
 from quire.server.responses.items import MAX_REFERENCES, read_items
@@ -104,7 +105,7 @@ def test_params_are_built_once_for_all_prompts_of_a_call(monkeypatch: pytest.Mon
         made.append(sampling_params(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(completions, "sampling_params", build)
+    monkeypatch.setattr(params_module, "sampling_params", build)
     engine = FakeEngine()
     assert complete(engine, prompt=["a"] * 200, max_tokens=1, allowed_token_ids=[65]).status_code == 200
     assert len(engine.seen) == 200 and len(made) == 1

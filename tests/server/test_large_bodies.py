@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 from quire.server.app import Application
 from quire.server.http import fast_path
 from quire.server.http.fast_path import may_have_surrogates
-from quire.server.openai.prompts import num_chars
+from quire.server.openai.work_size import num_chars
 from quire.server.settings import make_settings
 
 ENGINE = FakeEngine()
@@ -131,7 +131,7 @@ OPENAI = "quire.server.openai"
         (
             "/v1/chat/completions",
             {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"},
-            f"{OPENAI}.chat_request:tool_use",
+            f"{OPENAI}.chat:read_tools",
         ),
         ("/v1/responses", {"input": ITEMS}, "quire.server.responses.routes:read_items"),
         ("/v1/messages", {"messages": MESSAGES * MANY, "max_tokens": 1}, f"{OPENAI}.prompts:part_media"),

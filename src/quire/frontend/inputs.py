@@ -133,6 +133,7 @@ class InputProcessor:
         """Reader of prompt embeddings; None if they are disabled."""
         self.media = media
         self.enable_lora = enable_lora
+        self.lora: LoRARequest | None = None  # set in the processors that `of` returns
         self.num_extra_vocab = num_extra_vocab
         """Tokens that a LoRA adapter may add to the vocabulary."""
         self.target = target
@@ -147,9 +148,11 @@ class InputProcessor:
     def of(self, lora: LoRARequest | None) -> "InputProcessor":
         """Return the processor for requests of a LoRA adapter, which may have its own tokenizer and tokens.
         The first call may be slow."""
-        if not isinstance(lora, LoRARequest) or not self.enable_lora or self.pooling is not None:
+        is_adapter = isinstance(lora, LoRARequest) and self.enable_lora and self.pooling is None
+        if lora is self.lora or not is_adapter:
             return self
         inputs = copy.copy(self)
+        inputs.lora = lora
         inputs.vocab = self.vocab + self.num_extra_vocab  # the engine core checks the adapter's own number
         inputs.tokenizer = self.tokenizer_of(lora)
         if inputs.tokenizer is not None and inputs.tokenizer is not self.tokenizer:

@@ -34,7 +34,7 @@ from quire.server.http.fast_path import read_body, replay
 from quire.server.http.limits import TOKENLESS_PATHS, UNLIMITED_PATHS, is_operator, route_path
 from quire.server.key_limits import Ledger
 from quire.server.openai.models import model_cards
-from quire.server.openai.service import unknown_model_error
+from quire.server.openai.requested_model import unknown_model_error
 from quire.server.ops.status import METRICS_TYPE, health_response
 from quire.server.settings import ServerSettings
 
@@ -152,18 +152,13 @@ class ModelRouter:
         model. Raise NotFound for an unknown name."""
         if not name:
             return self._models[0]
-        if (model := self._find_by_name(name)) is not None:
-            return model
-        for model in self._models:
-            if model.api.adapters.may_resolve(name):
-                return model
-        raise unknown_model_error(name, self._cards())
+        loadable = (model for model in self._models if model.api.adapters.may_resolve(name))
+        if (model := self._find_by_name(name) or next(loadable, None)) is None:
+            raise unknown_model_error(name, self._cards())
+        return model
 
     def _find_by_name(self, name: str) -> ServedModel | None:
-        for model in self._models:
-            if name in model.api.engine.facts.model_names or model.api.adapters.get(name) is not None:
-                return model
-        return None
+        return next((model for model in self._models if name in model.api.names), None)
 
     # ---- routes
 

@@ -10,13 +10,17 @@ from typing import Any
 
 import fsspec
 import httpx
+import msgspec
 import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of, refused, until
 from fake_engine import FakeEngine
+from starlette.requests import Request
 from tokenizers import Tokenizer
 
 from quire.config.env import Env
+from quire.data.lora import LoRARequest
 from quire.errors import ConfigError, EngineDead, RequestError
+from quire.frontend.inputs import InputProcessor
 from quire.server.app import Application
 from quire.server.http.errors import NotFound
 from quire.server.lora import resolver
@@ -228,16 +232,47 @@ async def test_unloading_waits_for_running_requests_and_refuses_new_ones(tmp_pat
         assert (await loading).status_code == 200 and list(engine.adapters) == ["a"]
 
 
-def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": MESSAGES, "logprobs": True}),
+        (CHAT, {"messages": MESSAGES, "truncate_prompt_tokens": 4, "stream": True, "logprobs": True}),
+        (COMPLETIONS, {"prompt": ["ab", "cd"], "logprobs": 1, "echo": True}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
+        ("/tokenize", {"messages": MESSAGES}),
+        (f"{CHAT}/render", {"messages": MESSAGES}),
+    ],
+)
+async def test_adapter_of_a_request_is_looked_up_once(
+    path: str, body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every lookup reads the state of three files of the adapter's tokenizer."""
+    lookups, look_up = [], InputProcessor.tokenizer_of
+
+    def count(inputs: InputProcessor, lora: LoRARequest | None) -> Any:
+        lookups.append(lora)
+        return look_up(inputs, lora)
+
+    monkeypatch.setattr(InputProcessor, "tokenizer_of", count)
+    async with lora_client(lora_engine(), {"lora_modules": [f"a={adapter(tmp_path / 'a')}"]}) as client:
+        assert (await client.post(path, json=body | {"model": "a"})).status_code == 200
+    assert len(lookups) == 1
+
+
+async def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> None:
     engine, path = lora_engine(), adapter(tmp_path / "a")
     engine.inputs.enable_lora, engine.inputs.num_extra_vocab = True, 16
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     backend.save(str(path / "tokenizer.json"))
-    leaving = LoRARegistry(modules=[LoRAModule("a", str(path), str(path), is_unloading=True)])
-    api = Application(engine, make_settings({}, env=Env.read(CHANGES)), registry=leaving).api
+    module = LoRAModule("a", str(path), str(path))
+    registry = LoRARegistry(modules=[module])
+    api = Application(engine, make_settings({}, env=Env.read(CHANGES)), registry=registry).api
+    model = await api.names.find("a", Request({"type": "http"}))
+    registry.put(msgspec.structs.replace(module, is_unloading=True))
     assert api.adapters.get("a") is None and api.adapters.hold("a", {}) is None
-    tokenizer = api.inputs_of("a").tokenizer
+    tokenizer = model.tokenizer
     assert tokenizer is not None and tokenizer.backend.token_to_id("<new>") == backend.token_to_id("<new>")
 
 

@@ -25,6 +25,7 @@ from quire.entrypoints.launch import launch
 from quire.errors import ConfigError
 from quire.frontend.output_stream import Outputs
 from quire.server.app import Application
+from quire.server.openai.run_call import stream_call
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.responses import routes
 from quire.server.responses.encoder import ResponseEncoder
@@ -484,15 +485,15 @@ async def test_background_responses_are_limited_by_the_store() -> None:
 
 async def test_concurrent_background_requests_respect_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both requests find a free slot before either takes it."""
-    engine, streamed = FakeEngine("x" * 400, step_s=0.05), GenerationService.streamed
+    engine = FakeEngine("x" * 400, step_s=0.05)
     async with clients(engine, StoreLimits(max_count=1)) as (_, raw):
         both = asyncio.Barrier(2)
 
         async def together(api: GenerationService, call: ApiCall) -> Outputs:
             await both.wait()
-            return await streamed(api, call)
+            return await stream_call(api, call)
 
-        monkeypatch.setattr(GenerationService, "streamed", together)
+        monkeypatch.setattr("quire.server.responses.routes.stream_call", together)
         async with asyncio.timeout(TIMEOUT_S):
             requests = [raw.post(PATH, json={"input": "x", "background": True}) for _ in range(2)]
             replies = sorted(await asyncio.gather(*requests), key=lambda reply: reply.status_code)

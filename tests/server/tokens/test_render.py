@@ -14,7 +14,7 @@ from quire.config.cli import FlagParser
 from quire.entrypoints import serve
 from quire.server.app import Application
 from quire.server.openai import batch, streams
-from quire.server.openai.chat import ChatEncoder
+from quire.server.openai.chat_encoder import ChatEncoder
 from quire.server.settings import make_settings
 
 GENERATE = "/inference/v1/generate"

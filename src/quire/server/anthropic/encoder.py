@@ -199,7 +199,7 @@ class MessageEncoder(AnswerEncoder):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._chat.call.model,
+            "model": self._chat.call.model.name,
             "content": content,
             **ending,
             "usage": usage,

@@ -9,11 +9,12 @@ from quire.server.anthropic.translate import as_chat
 from quire.server.http.errors import json_response
 from quire.server.http.in_flight import num_body_bytes
 from quire.server.http.openapi_document import add_post
-from quire.server.openai.chat_request import prepare_chat
-from quire.server.openai.prompts import off_loop
+from quire.server.openai.chat import prepare_chat
 from quire.server.openai.requests import ChatBody
+from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_template
 from quire.server.openai.service import GenerationService, limit_long_bodies
+from quire.server.openai.work_size import off_loop
 
 
 def add_message_routes(app: FastAPI, api: GenerationService) -> None:
@@ -26,15 +27,16 @@ async def create_message(api: GenerationService, body: MessagesBody, request: Re
     """Generate a message in Anthropic's format, whole or as a stream of events."""
     chat_body = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
     chat = await prepare_chat(api, chat_body, request, id_prefix="msg")
-    return await api.answer(chat.call, MessageEncoder(api, chat), request, stream=bool(body.stream))
+    return await answer_call(api, chat.call, MessageEncoder(api, chat), request, stream=bool(body.stream))
 
 
 @limit_long_bodies
 async def count_message_tokens(api: GenerationService, body: CountBody, request: Request) -> Response:
     """Return the number of prompt tokens of a conversation."""
-    await api.check_model(body.model, pools=False)
+    model = await api.names.find(body.model, request, pools=False)
     check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-    prompt = await api.reader.read_unlimited(await _as_chat(body, request, budgets=False))
+    chat_body = await _as_chat(body, request, budgets=False)
+    prompt = await api.reader.read_chat(chat_body, model, limited=False)
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 

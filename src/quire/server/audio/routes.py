@@ -20,7 +20,9 @@ from quire.server.audio.bodies import SpeechForm, SpeechReply, TranscriptionForm
 from quire.server.audio.encoder import NAMES, SpeechEncoder, SpeechRequest, respond
 from quire.server.http.errors import NotFound, TooLarge
 from quire.server.http.openapi_document import CODES, replies_of
-from quire.server.openai.sampling_params import check_fields
+from quire.server.openai.requested_model import RequestedModel
+from quire.server.openai.run_call import answer_call, final_outputs
+from quire.server.openai.sampling_params import check_fields, output_limit
 from quire.server.openai.service import GenerationService
 from quire.server.openai.streams import gather_all
 
@@ -58,7 +60,7 @@ def add_speech_routes(app: FastAPI, api: GenerationService) -> None:
 
 async def answer_speech(api: GenerationService, task: str, form: SpeechForm, request: Request) -> Response:
     transcriber = api.engine.inputs.media.speech
-    await api.check_model(form.model, pools=False)
+    model = await api.names.find(form.model, request, pools=False)
     if transcriber is None or task not in transcriber.tasks:
         raise NotFound(f"The model does not support {NAMES[task].capitalize()}s API")
     _check(form, transcriber)
@@ -66,9 +68,9 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     language = known[0] if len(known) == 1 else None
     if form.language is not None:
         language = transcriber.check_language(form.language)
-    wait = partial(api.until_disconnect, request)
+    wait = partial(api.running_requests.until_disconnect, request.receive)
     samples, pieces = await wait(_read_audio(api, form, transcriber.max_samples))
-    runs = _SpeechRuns(api, task, transcriber, form, request)
+    runs = _SpeechRuns(api, task, transcriber, form, request, model)
     if language is None and transcriber.detects_language_first:
         language = await wait(runs.detect_language(pieces[0][1]))
     is_timed, no_speech = form.response_format in _TIMED_FORMATS, list[float | None]()
@@ -77,8 +79,8 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     ids = transcriber.prompt(task, language, timed=is_timed, before=_previous_text(form))
     prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
-    call = api.new_call(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
+    params = _params(api, form, output_limit(model, form.max_completion_tokens, longest), timed=is_timed)
+    call = api.new_call(_ID_PREFIXES[task], form, request, model, prompts, [params] * len(prompts))
     speech = SpeechRequest(
         task,
         form,
@@ -90,7 +92,8 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
         _granularities(form),
         no_speech,
     )
-    return await api.answer(
+    return await answer_call(
+        api,
         call,
         SpeechEncoder(api, speech),
         request,
@@ -163,6 +166,7 @@ class _SpeechRuns:
     transcriber: Transcriber
     form: SpeechForm
     request: Request
+    model: RequestedModel
 
     def prompt(self, ids: list[int], piece: PreparedItem) -> Prompt:
         return self.api.engine.inputs.parse({"prompt_token_ids": ids}, prepared=[piece])
@@ -171,8 +175,8 @@ class _SpeechRuns:
         self, name: str, prompts: list[Prompt], params: list[SamplingParams]
     ) -> list[RequestOutput]:
         id_prefix = f"{_ID_PREFIXES[self.task]}-{name}"
-        return await self.api.final_outputs(
-            self.api.new_call(id_prefix, self.form, self.request, prompts, params)
+        return await final_outputs(
+            self.api, self.api.new_call(id_prefix, self.form, self.request, self.model, prompts, params)
         )
 
     async def detect_language(self, piece: PreparedItem) -> str:

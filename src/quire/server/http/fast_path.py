@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -77,7 +78,7 @@ class FastPath:
         adapter, respond = route
         request = Request(scope, receive)
         if _is_large(raw):
-            response = await self._respond(self._parse_in_thread(adapter, respond), raw, request)
+            response = await self._respond(partial(self._respond_large, adapter, respond), raw, request)
             return await response(scope, receive, send)
         if not may_have_surrogates(raw):
             try:
@@ -89,17 +90,15 @@ class FastPath:
                 return await response(scope, receive, send)
         await self._app(scope, replay(raw, receive), send)
 
-    def _parse_in_thread(self, adapter: TypeAdapter[Any], respond: Respond) -> Respond:
-        async def respond_parsed(raw: bytes, request: Request) -> Response:
-            try:
-                body = await asyncio.get_running_loop().run_in_executor(
-                    self._reader, _parse_large, adapter, raw
-                )
-            except ValidationError as error:
-                return validation_error(error)
-            return await respond(body, request)
-
-        return respond_parsed
+    async def _respond_large(
+        self, adapter: TypeAdapter[Any], respond: Respond, raw: bytes, request: Request
+    ) -> Response:
+        loop = asyncio.get_running_loop()
+        try:
+            body = await loop.run_in_executor(self._reader, _parse_large, adapter, raw)
+        except ValidationError as error:
+            return validation_error(error)
+        return await respond(body, request)
 
     async def _respond(self, respond: Respond, body: Any, request: Request) -> Response:
         try:

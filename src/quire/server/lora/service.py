@@ -54,11 +54,6 @@ class LoRAService:
         module = self._registry.all().get(name) if self.enabled else None
         return None if module is None or module.is_unloading else module
 
-    def request_of(self, name: str | None) -> LoRARequest | None:
-        """Return the adapter of this name, also while it is being unloaded; None means the base model."""
-        module = self._registry.all().get(name) if name is not None and self.enabled else None
-        return None if module is None else module.request()
-
     # ---- requests
 
     async def resolve(self, name: str) -> None:

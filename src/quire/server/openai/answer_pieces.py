@@ -4,7 +4,7 @@ parsers produce them."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.outputs import CompletionOutput
@@ -12,7 +12,7 @@ from quire.data.params import ReasoningIds
 from quire.errors import ConfigError, nearest
 from quire.registry import LazyTable
 from quire.text.parsers import REASONING, TOOLS, Chain, answer_parser, load_plugin
-from quire.text.parsers.calls import IdMaker, Schemas
+from quire.text.parsers.calls import IdMaker
 from quire.text.parsers.detection import DetectedParsers, detect_parsers
 from quire.text.parsers.json_calls import NamedCall, RequiredCalls
 from quire.text.parsers.streaming import Parser, join
@@ -21,6 +21,22 @@ if TYPE_CHECKING:  # a supervisor checks the names of the parsers, and opens no 
     from quire.text.tokenizer import Tokenizer
 
 NAMED, REQUIRED = "named", "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, and how the model may call them."""
+
+    calls: str = "none"
+    """auto, required, named or none."""
+    name: str = ""
+    """Name of the tool to call, if `calls` is named."""
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Parameter schemas by tool name."""
+    parallel: bool = True
+    """Whether one response may have several calls."""
+    strict: frozenset[str] = frozenset()
+    """Tools with arguments that must match their schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +98,30 @@ class Parsers:
         self,
         prompt: str,
         tokenizer: "Tokenizer",
+        tools: ToolUse,
         *,
-        calls: str = "",
-        name: str = "",
-        schemas: Schemas | None = None,
-        num_calls: int = 0,
-        enable_thinking: bool | None = None,
-        unconstrained: bool = True,
-        continued_text: str = "",
+        num_calls: int,
+        enable_thinking: bool | None,
+        unconstrained: bool,
+        continued_text: str,
     ) -> AnswerFormat:
-        """Return how to parse the output of a prompt. `calls`, the mode of tool calls, is auto, required,
-        named (only the tool `name`) or none; `schemas` are the parameter schemas by tool name. `num_calls`
-        counts the tool calls of the conversation so far. `enable_thinking`: whether the request turns
-        thinking on or off; None: neither. `unconstrained`: whether the output has no structured output
-        constraint. `continued_text`: the beginning of the message, if the request continues one."""
+        """Return how to parse the output of a prompt. `num_calls` counts the tool calls of the conversation
+        so far. `enable_thinking`: whether the request turns thinking on or off; None: neither.
+        `unconstrained`: whether the output has no structured output constraint. `continued_text`: the
+        beginning of the message, if the request continues one."""
         may_begin_inside = enable_thinking or (enable_thinking is None and not self.detected.reasoning)
         opened = None if unconstrained and may_begin_inside else False
         marks = answer_parser(reasoning=self.reasoning).reasoning_marks
         if continued_text and marks is not None:
             opened = continued_text.rfind(marks[0]) > continued_text.rfind(marks[1])
         make_parser = partial(answer_parser, reasoning=self.reasoning, prompt=prompt, opened=opened)
-        if calls == "auto":
-            make_parser = partial(make_parser, tools=self.tools, schemas=schemas)
-        elif calls == REQUIRED:
+        if tools.calls == "auto":
+            make_parser = partial(make_parser, tools=self.tools, schemas=tools.schemas)
+        elif tools.calls == REQUIRED:
             make_parser = partial(make_parser, tools=RequiredCalls, make_id=self._id_maker(num_calls))
-        elif calls == NAMED:
+        elif tools.calls == NAMED:
             make_parser = partial(
-                make_parser, tools=partial(NamedCall, name), make_id=self._id_maker(num_calls)
+                make_parser, tools=partial(NamedCall, tools.name), make_id=self._id_maker(num_calls)
             )
         elif self.reasoning is None:
             return AnswerFormat()

@@ -9,10 +9,12 @@ from starlette.responses import Response
 
 from quire.errors import RequestError
 from quire.server.http.errors import json_response
-from quire.server.openai.chat import ChatEncoder, create_chat_completion
-from quire.server.openai.chat_request import ChatRequest, prepare_chat
+from quire.server.openai.chat import create_chat_completion, prepare_chat
+from quire.server.openai.chat_encoder import ChatEncoder
+from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.completions import create_completion
 from quire.server.openai.requests import ChatBody, CompletionBody
+from quire.server.openai.run_call import final_outputs
 from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import (
     EmbeddingChatBody,
@@ -55,7 +57,7 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
     prompts = [prompt for chat in chats for prompt in chat.call.prompts]
     params = [item for chat in chats for item in chat.call.params]
     call = dataclasses.replace(chats[0].call, prompts=prompts, params=params)
-    outputs = await api.until_disconnect(request, api.final_outputs(call))
+    outputs = await api.running_requests.until_disconnect(request.receive, final_outputs(api, call))
     for chat, output in zip(chats, outputs, strict=True):
         answers.append(ChatEncoder(api, chat).response_body([output]))
         await pause.if_due()

@@ -1,225 +1,29 @@
-"""The route /v1/completions, for one prompt or many; the choices are in the order of the prompts."""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+"""The route /v1/completions."""
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from quire.errors import RequestError
-from quire.frontend.inputs import Prompt
-from quire.server.http.sse import chunk_head, event, quote
-from quire.server.openai.encoder import ChunkEncoder, routed_experts
-from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
-from quire.server.openai.prompts import off_loop
+from quire.server.openai.completion_encoder import CompletionEncoder
 from quire.server.openai.requests import CompletionBody
-from quire.server.openai.sampling_params import (
-    beam_params,
-    check_generate,
-    constraint_of,
-    params_size,
-    sampling_params,
-)
-from quire.server.openai.service import ApiCall, GenerationService, Params
-
-_TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
-_OBJECT = "text_completion"
-_DEFAULT_MAX_TOKENS = 16
+from quire.server.openai.run_call import answer_call
+from quire.server.openai.sampling_params import check_generate, completion_params, params_size
+from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import off_loop
 
 
 async def create_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Create completions of one or more prompts, as one response or as a stream of events."""
     call = await begin_completion(api, body, request)
-    return await api.answer(call, CompletionEncoder(api, body, call), request, stream=bool(body.stream))
+    return await answer_call(api, call, CompletionEncoder(api, body, call), request, stream=bool(body.stream))
 
 
 async def begin_completion(api: GenerationService, body: CompletionBody, request: Request) -> ApiCall:
     """Check a completion request and prepare its call."""
-    await api.check_model(body.model, pools=False)
+    model = await api.names.find(body.model, request, pools=False)
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
-    prompts = await api.reader.read_completion(body, max_sequences=api.settings.max_sequences)
-    params = await off_loop(params_size(body) * len(prompts), lambda: _all_params(api, body, prompts))
-    return api.new_call("cmpl", body, request, prompts, params)
-
-
-def _all_params(api: GenerationService, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:
-    """Return the parameters of each prompt. Prompts with equal `max_tokens` share them."""
-    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    max_tokens = 1 if _returns_prompt_only(body) else max_tokens
-    limits = [api.output_limit(max_tokens, len(prompt.token_ids)) for prompt in prompts]
-    shared = {limit: _params(api, body, limit) for limit in dict.fromkeys(limits)}
-    return [shared[limit] for limit in limits]
-
-
-def _returns_prompt_only(body: CompletionBody) -> bool:
-    """Whether only the prompt is returned; the engine still generates one token, which is dropped."""
-    return bool(body.echo) and body.max_tokens == 0
-
-
-def _params(api: GenerationService, body: CompletionBody, max_tokens: int) -> Params:
-    facts, constraint = api.engine.facts, constraint_of(body)
-    if body.use_beam_search:
-        return beam_params(body, facts, max_tokens=max_tokens, constraint=constraint)
-    echoes_logprobs = body.prompt_logprobs is None and body.echo
-    return sampling_params(
-        body,
-        facts,
-        max_tokens=max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if echoes_logprobs else body.prompt_logprobs,
-        constraint=constraint,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Echo:
-    """The echoed prompt at the beginning of a choice: its text and, for logprobs, its tokens."""
-
-    text: str = ""
-    token_ids: Sequence[int] = ()
-
-
-_NO_ECHO = _Echo()
-
-
-def _echo(api: GenerationService, body: CompletionBody, prompt: Prompt) -> _Echo:
-    if not body.echo:
-        return _NO_ECHO
-    text, tokenizer = prompt.text, api.inputs_of(body.model).tokenizer
-    if text is None:
-        text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if tokenizer is not None else ""
-    return _Echo(text, prompt.token_ids)
-
-
-def _tokens_of(body: CompletionBody, output: CompletionOutput) -> Sequence[int]:
-    return () if _returns_prompt_only(body) else output.token_ids
-
-
-def _add_logprobs(
-    columns: LogprobColumns,
-    body: CompletionBody,
-    of_prompt: PromptLogprobs | None,
-    output: CompletionOutput,
-    echo: _Echo,
-) -> dict[str, Any]:
-    if echo.token_ids:
-        columns.add(echo.token_ids, of_prompt or [None] * len(echo.token_ids))
-    if not _returns_prompt_only(body):
-        columns.add(output.token_ids, output.logprobs or [])
-    return columns.pop()
-
-
-class CompletionEncoder(ChunkEncoder):
-    """Encoder of completions. A text-only chunk is a constant head, the quoted text and a constant tail."""
-
-    def __init__(self, api: GenerationService, body: CompletionBody, call: ApiCall) -> None:
-        self._body, self._num_per_prompt = body, body.n or 1
-        options, num_choices = body.stream_options, self._num_per_prompt * len(call.prompts)
-        super().__init__(api, call, object=_OBJECT, options=options, num_choices=num_choices)
-        self._prompt_indices = {id: prompt_index for prompt_index, id in enumerate(call.engine_ids())}
-        self._num_top = -1 if body.logprob_token_ids is not None else body.logprobs
-        """Number of top logprobs per position; -1: all that the engine returned; None: no logprobs."""
-        self._is_text_only = self._num_top is None and not (
-            body.return_token_ids or self._usage_in_every_chunk
-        )
-        lead = chunk_head(self._frame)
-        self._heads = [lead + b'{"index":%d,"text":' % index for index in range(num_choices)]
-        self._cached_by_prompt = [0] * len(call.prompts)
-        self._prompt_logprobs: list[PromptLogprobs | None] = [None] * len(call.prompts)
-        """Prompt logprobs, which arrive with the first output of each prompt and apply to all of its
-        choices."""
-        self._is_first = [True] * num_choices
-        self._columns = [LogprobColumns(self._num_top or 0, api.token_formatter(body)) for _ in self._heads]
-
-    # ---- a stream
-
-    def encode(self, output: RequestOutput) -> bytes:
-        prompt_index = self._prompt_indices[output.request_id] if len(self._prompt_indices) > 1 else 0
-        self._cached_by_prompt[prompt_index], self._stats = output.num_cached_tokens or 0, output.metrics
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
-        chunks = []
-        for choice in output.outputs:
-            index = prompt_index * self._num_per_prompt + choice.index
-            self._num_output[index] += len(_tokens_of(self._body, choice))
-            is_first, self._is_first[index] = self._is_first[index], False
-            if not self._is_text_only or choice.finish_reason is not None or (is_first and self._body.echo):
-                if choice.token_ids or choice.finish_reason is not None:
-                    chunks.append(self._encode_full(choice, prompt_index, is_first))
-            elif choice.text:
-                chunks.append(self._heads[index] + quote(choice.text) + _TAIL)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-    @property
-    def text_only(self) -> bool:
-        return self._is_text_only and len(self._heads) == 1 and not _returns_prompt_only(self._body)
-
-    def encode_text(self, text: str, num_tokens: int) -> bytes:
-        self._num_output[0] += num_tokens
-        return self._heads[0] + quote(text) + _TAIL if text else b""
-
-    def _encode_full(self, output: CompletionOutput, prompt_index: int, is_first: bool) -> bytes:
-        api, body, index = self._api, self._body, prompt_index * self._num_per_prompt + output.index
-        prompt = self._call.prompts[prompt_index]
-        echo = _echo(api, body, prompt) if is_first else _NO_ECHO
-        logprobs = None
-        if self._num_top is not None:
-            logprobs = _add_logprobs(
-                self._columns[index], body, self._prompt_logprobs[prompt_index], output, echo
-            )
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": echo.text if _returns_prompt_only(body) else echo.text + output.text,
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
-        if body.return_token_ids:
-            choice["token_ids"] = list(_tokens_of(body, output))
-            if is_first:
-                choice["prompt_token_ids"] = prompt.token_ids
-        chunk: dict[str, Any] = self._frame | {"choices": [choice]}
-        if output.finish_reason is not None:
-            chunk["system_fingerprint"] = api.fingerprint
-        if self._usage_in_every_chunk:
-            chunk["usage"] = api.usage(len(prompt.token_ids), self._num_output[index])
-        return event(chunk)
-
-    def _final_usage(self) -> dict[str, Any]:
-        self._num_cached = sum(self._cached_by_prompt)
-        return super()._final_usage()
-
-    # ---- a whole answer
-
-    def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        body, choices = self._body, []
-        for prompt_index, output in enumerate(outputs):
-            echo = _echo(self._api, body, self._call.prompts[prompt_index])
-            for choice in output.outputs:
-                index = prompt_index * self._num_per_prompt + choice.index
-                choices.append(self._build_choice(output, choice, echo) | {"index": index})
-                self._num_output[index] += len(_tokens_of(body, choice))
-            self._cached_by_prompt[prompt_index] = output.num_cached_tokens or 0
-        self._stats = outputs[0].metrics
-        return self._build_reply(_OBJECT, choices, outputs[0])
-
-    def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
-        api, body, logprobs = self._api, self._body, None
-        if self._num_top is not None:
-            columns = LogprobColumns(self._num_top, api.token_formatter(body))
-            logprobs = _add_logprobs(columns, body, output.prompt_logprobs, choice, echo)
-        token_ids = list(_tokens_of(body, choice)) if body.return_token_ids else None
-        return {
-            "text": echo.text if _returns_prompt_only(body) else echo.text + choice.text,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason or "stop",
-            "stop_reason": choice.stop_reason,
-            "token_ids": token_ids,
-            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
-            "prompt_token_ids": list(output.prompt_token_ids or ()) if body.return_token_ids else None,
-            **routed_experts(choice),
-        }
+    prompts = await api.reader.read_completion(body, model, max_sequences=api.settings.max_sequences)
+    params = await off_loop(params_size(body) * len(prompts), lambda: completion_params(body, model, prompts))
+    return api.new_call("cmpl", body, request, model, prompts, params)

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import replies_of
 from quire.server.openai import replies
-from quire.server.openai.service import GenerationService, unknown_model_error
+from quire.server.openai.requested_model import unknown_model_error
+from quire.server.openai.service import GenerationService
 
 
 class AnyText(PathConvertor):
@@ -73,5 +74,5 @@ def add_model_routes(app: FastAPI, api: GenerationService) -> None:
         """Return one served model."""
         model = model_cards(api).get(name)
         if model is None:
-            raise unknown_model_error(name, api.served_names())
+            raise unknown_model_error(name, api.names)
         return json_response(model)

@@ -221,6 +221,11 @@ class ChatBody(GenerateBody, ConversationBody):
     include_reasoning: bool | None = doc("false: omit the reasoning from the response.", True)
     return_prompt_text: bool | None = False
 
+    @property
+    def num_requested(self) -> int | None:
+        """Return the maximum number of output tokens, if the body sets it."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
 
 Prompts = str | Some[TokenId] | Some[str] | Some[Many[TokenId]]
 
@@ -239,6 +244,11 @@ class CompletionBody(GenerateBody):
         "Prompt embeddings: one or several tensors [tokens, hidden size] saved by torch.save, in base64."
         " Needs --enable-prompt-embeds. Their choices come before those of `prompt`."
     )
+
+    @property
+    def returns_prompt_only(self) -> bool:
+        """Whether only the prompt is returned; the engine still generates one token, which is dropped."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class TokenizeText(Body):

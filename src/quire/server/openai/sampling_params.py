@@ -1,25 +1,29 @@
-"""Conversion of request bodies to sampling parameters, with the API's checks. The constraint of structured
-output has one of three equivalent forms."""
+"""Conversion of request bodies to sampling parameters, with the API's checks."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+from quire.config.server_sections import ApiSection
 from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.kv_transfer import FIELD
-from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
+from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.errors import RequestError, nearest
 from quire.frontend.engine_facts import EngineFacts
+from quire.frontend.inputs import Prompt
 from quire.logs import get_logger, printable, warn_once
 from quire.server.http.errors import InvalidBody
-from quire.server.openai.prompts import num_chars
+from quire.server.openai.answer_pieces import AnswerFormat
+from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import (
     MAX_STOP_STRINGS,
     Body,
     ChatBody,
+    CompletionBody,
     ConversationBody,
     GenerateBody,
 )
+from quire.server.openai.tools import GUIDED, constraint_of
+from quire.server.openai.work_size import num_chars
 
 logger = get_logger(__name__)
 
@@ -37,18 +41,12 @@ _LISTS = (
 """Fields of a body or of SamplingParams that may hold many values."""
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that take their defaults from the model's generation config."""
+_DEFAULT_MAX_TOKENS = 16
+"""Maximum output tokens of a completion that does not set them."""
+_ONLY_TEXT = AnswerFormat()
 _FUNCTION_FIELDS = ("functions", "function_call")
 """Names of `tools` and `tool_choice` in older versions of the API."""
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_json_object": "json_object",
-    "guided_whitespace_pattern": "whitespace_pattern",
-}
-"""Older names of fields, each with the key of `structured_outputs` that replaced it."""
-_HANDLED = frozenset({*UNSUPPORTED["body field"], *_GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
+_HANDLED = frozenset({*UNSUPPORTED["body field"], *GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
 """Fields that the body models do not declare, but that have an effect, an error or a warning of their own."""
 
 
@@ -110,7 +108,9 @@ def check_stops(stop: object, limit: int = MAX_STOP_STRINGS) -> None:
         raise RequestError(f"stop may be at most {limit} strings, got {len(stop)}.", param="stop")
 
 
-def check_chat(body: ChatBody, *, trust_template: bool) -> None:
+def check_chat(body: ChatBody, settings: ApiSection, *, max_stops: int = MAX_STOP_STRINGS) -> None:
+    """Raise for fields of a chat that exclude each other or exceed the limits of the API."""
+    check_generate(body, max_n=settings.max_n, max_stops=max_stops)
     if (body.model_extra or {}).get("prompt_embeds") is not None:
         raise RequestError("prompt_embeds is supported by /v1/completions only", param="prompt_embeds")
     if any((body.model_extra or {}).get(name) not in (None, "none") for name in _FUNCTION_FIELDS):
@@ -120,7 +120,7 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
     if body.top_logprobs is not None and body.top_logprobs < -1:
         raise InvalidBody("`top_logprobs` must be a positive value or -1.", param="top_logprobs")
     check_contents(body)
-    check_template(body.chat_template, trust_template)
+    check_template(body.chat_template, settings.trust_request_chat_template)
 
 
 def check_contents(body: ConversationBody) -> None:
@@ -141,59 +141,83 @@ def check_template(chat_template: str | None, trusted: bool) -> None:
         )
 
 
-def constraint_of(body: GenerateBody) -> dict[str, Any] | None:
-    """Return the structured output constraint of a request in the format of SamplingParams, or None. Raise
-    RequestError if the request has several."""
-    extra = body.model_extra or {}
-    guided = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
-    forms = {
-        "response_format": _from_format(body.response_format),
-        "structured_outputs": body.structured_outputs,
-        "guided_*": guided if guided.keys() - {"whitespace_pattern"} else None,
-    }
-    constraints = {name: constraint for name, constraint in forms.items() if constraint is not None}
-    if len(constraints) > 1:
-        raise RequestError(
-            f"{' and '.join(constraints)} both constrain the output; send one of them",
-            param=next(iter(constraints)),
-        )
-    return next(iter(constraints.values()), None)
-
-
-def _from_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
-    if format is None:
-        return None
-    kind = format.get("type", "text")
-    if not isinstance(kind, str) or kind not in _FORMATS:
-        known = ", ".join(_FORMATS)
-        raise RequestError(
-            f"`response_format` has no type {kind!r:.80}; known: {known}", param="response_format"
-        )
-    return _FORMATS[kind](format)
-
-
-def _from_schema(format: dict[str, Any]) -> dict[str, Any]:
-    inner = format.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if not isinstance(schema, dict):
-        raise InvalidBody(
-            "`response_format` of type json_schema needs `json_schema.schema`, an object",
-            param="response_format",
-        )
-    return {"json": schema}
-
-
-_FORMATS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
-    "text": lambda format: None,
-    "json_object": lambda format: {"json_object": True},
-    "json_schema": _from_schema,
-    "structural_tag": lambda format: {"structural_tag": json.dumps(format)},
-}
-
-
 def params_size(source: GenerateBody | SamplingParams) -> int:
     """Return the approximate number of characters in the lists and texts of sampling parameters."""
     return num_chars([getattr(source, name, None) for name in _LISTS])
+
+
+def output_limit(model: RequestedModel, max_tokens: int | None, prompt_len: int) -> int:
+    """Return the maximum output tokens: the least of the requested number, the room left in max_model_len,
+    and the model's default."""
+    limit = model.inputs.max_model_len
+    if max_tokens is not None and max_tokens > limit:
+        raise RequestError(
+            f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer "
+            "output tokens.",
+            param="max_tokens",
+        )
+    if max_tokens is not None and max_tokens + prompt_len > limit:
+        raise RequestError(
+            f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
+            f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
+            f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the "
+            "number of requested output tokens.",
+            param="input_tokens",
+        )
+    bounds = (limit - prompt_len, max_tokens, model.facts.default_sampling.get("max_tokens"))
+    return min(bound for bound in bounds if bound is not None)
+
+
+def chat_params(
+    body: ChatBody,
+    model: RequestedModel,
+    prompt: Prompt,
+    constraint: dict[str, Any] | None,
+    format: AnswerFormat,
+) -> SamplingParams | BeamSearchParams:
+    """Return the parameters of a chat. `format`: how its output is parsed."""
+    max_tokens = output_limit(model, body.num_requested, len(prompt.token_ids))
+    if body.use_beam_search:
+        return beam_params(body, model.facts, max_tokens=max_tokens, constraint=constraint)
+    if body.logprob_token_ids is not None and not body.logprobs:
+        raise RequestError(
+            "when using `logprob_token_ids`, `logprobs` must be set to true.", param="logprob_token_ids"
+        )
+    return sampling_params(
+        body,
+        model.facts,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or len(body.logprob_token_ids or ())) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        constraint=constraint,
+        format=format,
+    )
+
+
+def completion_params(
+    body: CompletionBody, model: RequestedModel, prompts: Sequence[Prompt]
+) -> list[SamplingParams | BeamSearchParams]:
+    """Return the parameters of each prompt of a completion. Prompts with equal `max_tokens` share them."""
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = 1 if body.returns_prompt_only else max_tokens
+    limits = [output_limit(model, max_tokens, len(prompt.token_ids)) for prompt in prompts]
+    constraint = constraint_of(body)
+    echoes_logprobs = body.prompt_logprobs is None and body.echo
+
+    def params(limit: int) -> SamplingParams | BeamSearchParams:
+        if body.use_beam_search:
+            return beam_params(body, model.facts, max_tokens=limit, constraint=constraint)
+        return sampling_params(
+            body,
+            model.facts,
+            max_tokens=limit,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if echoes_logprobs else body.prompt_logprobs,
+            constraint=constraint,
+        )
+
+    shared = {limit: params(limit) for limit in dict.fromkeys(limits)}
+    return [shared[limit] for limit in limits]
 
 
 def sampling_params(
@@ -204,15 +228,13 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     constraint: dict[str, Any] | None,
-    reasoning: ReasoningIds | None = None,
-    may_think: bool = True,
-    keeps_special_tokens: bool = False,
+    format: AnswerFormat = _ONLY_TEXT,
 ) -> SamplingParams:
-    """Return the sampling parameters of a body. `constraint`: the structured output constraint. `reasoning`:
-    the token ids of the reasoning marks; None if reasoning is not parsed. `may_think`: whether reasoning may
-    precede constrained output."""
+    """Return the sampling parameters of a body. `constraint`: the structured output constraint. `format`: how
+    the output is parsed."""
+    reasoning = format.reasoning
     fields = {name: getattr(body, name) for name in _SAMPLING}
-    if keeps_special_tokens:
+    if format.keeps_special_tokens:
         fields["skip_special_tokens"] = False
     budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
     if budget is not None and reasoning is None:
@@ -227,7 +249,7 @@ def sampling_params(
         if fields[name] is None:
             fields[name] = defaults.get(name)
     detection = body.repetition_detection
-    if constraint is not None and not may_think:
+    if constraint is not None and not format.may_think:
         reasoning = budget = None
     return SamplingParams.from_optional(
         **fields,

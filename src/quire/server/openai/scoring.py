@@ -15,11 +15,12 @@ from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import add_post
-from quire.server.openai.prompts import off_loop
 from quire.server.openai.replies import UsageReply
 from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId, doc
+from quire.server.openai.run_call import final_outputs
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import off_loop
 
 
 class ScoringBody(CallBody):
@@ -62,7 +63,7 @@ def add_scoring_route(app: FastAPI, api: GenerationService) -> None:
 
 async def create_generative_scoring(api: GenerationService, body: ScoringBody, request: Request) -> Response:
     """Score each item by the probability that the first label follows it."""
-    await api.check_model(body.model, pools=False)
+    model = await api.names.find(body.model, request, pools=False)
     check_fields(body)
     limit = min(MAX_PROMPTS, api.settings.max_sequences)
     if len(body.items) > limit:
@@ -78,10 +79,10 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
             param="label_token_ids",
         )
     size = sum(map(len, body.items)) + len(body.items) * len(body.query)
-    prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
+    prompts = await off_loop(size, lambda: _prompts(model.inputs, body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
-    call = api.new_call("generative-scoring", body, request, prompts, [params] * len(prompts))
-    outputs = await api.until_disconnect(request, api.final_outputs(call))
+    call = api.new_call("generative-scoring", body, request, model, prompts, [params] * len(prompts))
+    outputs = await api.running_requests.until_disconnect(request.receive, final_outputs(api, call))
     return json_response(_reply(api, body, call, outputs))
 
 

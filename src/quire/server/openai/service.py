@@ -1,14 +1,13 @@
-"""Shared code of the generating routes: ids, model names, calls of the engine and their responses."""
+"""Shared code of the routes: the engine, its calls, and the usage and metrics of responses."""
 
 import asyncio
-import functools
 import hashlib
-import itertools
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,58 +15,34 @@ from starlette.responses import Response
 from quire.config.server_sections import ApiSection
 from quire.data.cache_hints import CacheHints
 from quire.data.latency_target import NO_TARGET, LatencyTarget
-from quire.data.lora import LoRARequest
-from quire.data.outputs import PromptLogprobs, RequestOutput, RequestStateStats, SampleLogprobs
-from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.data.outputs import RequestStateStats
+from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
-from quire.frontend.checked_params import CheckedParams
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
-from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.output_stream import Outputs
-from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
-from quire.logs import get_logger, printable
+from quire.frontend.inputs import Prompt
+from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
-from quire.server.http.errors import NotFound, json_response
 from quire.server.http.in_flight import LONG_BYTES, MAX_LONG_BODIES, RunningRequests, num_body_bytes
 from quire.server.http.limits import account_of
-from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, open_lora_service
 from quire.server.openai.cache_hints import cache_hints
-from quire.server.openai.logprobs import TokenFormatter
-from quire.server.openai.prompts import PromptReader, off_loop
-from quire.server.openai.requests import CallBody, GenerateBody
-from quire.server.openai.sampling_params import params_size
-from quire.server.openai.streams import (
-    LoggedOutputs,
-    MergedOutputs,
-    OrderedOutputs,
-    Pauses,
-    beam_search,
-    collect_final_outputs,
-    final_output,
-    gather_all,
-)
-from quire.server.openai.timeline import TIMELINE_HEADER, CallTimeline, request_metrics
+from quire.server.openai.prompts import PromptReader
+from quire.server.openai.requested_model import RequestedModel, ServedNames
+from quire.server.openai.requests import CallBody
+from quire.server.openai.streams import Pauses
+from quire.server.openai.timeline import CallTimeline, request_metrics
 from quire.server.settings import ServerSettings, parsers_of
-from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-T = TypeVar("T")
 Params = SamplingParams | BeamSearchParams | PoolingParams
 Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
 """Handler of a route: (service, body, request) -> response."""
-_MAX_LISTED = 10
-"""Maximum served names in the error for an unknown model."""
 _MAX_ID = 256
 """Maximum characters of a client's request id, of which every sequence of the request has a copy."""
-_COMPILE_S = 5.0
-"""Maximum seconds to compile the grammar of a call."""
-_CHOICE_SIZE, _LOGPROB_SIZE = 32, 4
-"""Cost of encoding a choice, and of one logprob, in the unit of `answer_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +51,7 @@ class ApiCall:
 
     id: str
     created: int
-    model: str
+    model: RequestedModel
     priority: int
     rank: int | None
     """Data-parallel rank of the engine core that must run the call; None: any engine core."""
@@ -86,8 +61,6 @@ class ApiCall:
     """Timings of the call; None if the client did not request them."""
     account: KeyAccount | None = None
     """Account of the call's API key; None without a named key."""
-    lora: LoRARequest | None = None
-    """LoRA adapter to use; None: the base model."""
     target: LatencyTarget = NO_TARGET
 
     @property
@@ -101,7 +74,7 @@ class ApiCall:
             "priority": self.priority,
             "rank": self.rank,
             "account": self.account,
-            "lora": self.lora,
+            "lora": self.model.lora,
             "target": self.target,
         }
 
@@ -112,7 +85,7 @@ class ApiCall:
     def frame(self, object: str) -> dict[str, Any]:
         """Return the first fields of a response, or of a chunk of it. `object`: its type, such as
         `chat.completion`."""
-        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": object, "created": self.created, "model": self.model.name}
 
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
@@ -129,7 +102,8 @@ class GenerationService:
         self.engine = engine
         self.settings = settings
         self.adapters: LoRAService = open_lora_service(engine, settings, registry)
-        self.reader = PromptReader(engine, settings.api, self.adapters.request_of)
+        self.names = ServedNames(engine, self.adapters, tokens_as_ids=settings.api.return_tokens_as_token_ids)
+        self.reader = PromptReader(engine.facts.chat_template, settings.api)
         self.parsers = parsers_of(settings.api)
         if (tokenizer := engine.inputs.tokenizer) is not None and engine.inputs.pooling is None:
             self.parsers.detect(tokenizer.chat_template, engine.facts.chat_template)
@@ -140,17 +114,6 @@ class GenerationService:
         facts = engine.facts
         self.fingerprint = _fingerprint(settings.api, facts)
 
-    async def check_model(self, name: str | None, *, pools: bool | None = None) -> None:
-        """Raise NotFound unless this is the name of the model or of an adapter, which is resolved if
-        necessary. `pools`: also require a pooling model (True) or a generative model (False)."""
-        if name and name not in self.engine.facts.model_names:
-            await self.adapters.resolve(name)
-            if self.adapters.get(name) is None:
-                raise unknown_model_error(name, self.served_names())
-            await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
-        if pools is not None and pools != (self.engine.inputs.pooling is not None):
-            raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
-
     def check_count(self, count: int, what: str, *, param: str) -> None:
         if count > (limit := self.settings.max_sequences):
             raise RequestError(
@@ -159,27 +122,12 @@ class GenerationService:
                 param=param,
             )
 
-    def served_names(self) -> Iterator[str]:
-        """Yield the names that a request may have as `model`: those of the model, then of the adapters."""
-        yield from self.engine.facts.model_names
-        yield from (adapter.name for adapter in self.adapters)
-
-    def tokenizer_of(self, name: str | None) -> Tokenizer:
-        """Return the tokenizer of the model or of the adapter with this name; raise if there is none."""
-        tokenizer = self.inputs_of(name).tokenizer
-        if tokenizer is None:
-            raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
-        return tokenizer
-
-    def inputs_of(self, name: str | None) -> InputProcessor:
-        """Return the input processor of the model or of the adapter with this name."""
-        return self.engine.inputs.of(self.adapters.request_of(name))
-
     def new_call(
         self,
         id_prefix: str,
         body: CallBody,
         request: Request,
+        model: RequestedModel,
         prompts: list[Prompt],
         params: Sequence[Params],
     ) -> ApiCall:
@@ -188,7 +136,7 @@ class GenerationService:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
-        name, lora = self._resolve_model(body.model, request)
+        rank = _header_int(request, "x-data-parallel-rank")
         hints = cache_hints(body, request.headers)
         for prompt in prompts:
             prompt.hints = hints
@@ -197,141 +145,25 @@ class GenerationService:
         call = ApiCall(
             id=f"{id_prefix}-{base}",
             created=int(time.time()),
-            model=name,
+            model=model,
             priority=body.priority if priority is None else priority,
-            rank=_header_int(request, "x-data-parallel-rank"),
+            rank=rank,
             prompts=prompts,
             params=list(params),
             timeline=CallTimeline.of(request, self.engine.inputs.tokenizer),
             account=account,
-            lora=lora,
             target=target.relaxed(body.slo_ttft_ms, body.slo_itl_ms),
         )
         if call.account is not None:
             call.account.add_prompt(call.num_prompt_tokens)
         if self.settings.log.enable_log_requests:
             for prompt in prompts:
-                shown = self._shorten(prompt.text)
+                shown = self.shorten(prompt.text)
                 logger.info("Received request %s: params: %s, prompt: %r", call.id, params[0], shown)
         return call
 
-    def _resolve_model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
-        """Return the model name for the response, and the adapter (None: the base model). Raise NotFound if
-        the adapter was unloaded meanwhile."""
-        names = self.engine.facts.model_names
-        if not name or name in names:
-            return names[0], None
-        lora = self.adapters.hold(name, request.scope)
-        if lora is None:
-            raise unknown_model_error(name, self.served_names())
-        return name, lora
-
-    def token_formatter(self, body: GenerateBody) -> TokenFormatter:
-        requested = body.return_tokens_as_token_ids
-        as_ids = self.settings.api.return_tokens_as_token_ids if requested is None else requested
-        return TokenFormatter(self.inputs_of(body.model).tokenizer, as_ids)
-
-    def output_limit(self, max_tokens: int | None, prompt_len: int) -> int:
-        """Return the maximum output tokens: the least of the requested number, the room left in
-        max_model_len, and the model's default."""
-        limit = self.engine.inputs.max_model_len
-        if max_tokens is not None and max_tokens > limit:
-            raise RequestError(
-                f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer "
-                "output tokens.",
-                param="max_tokens",
-            )
-        if max_tokens is not None and max_tokens + prompt_len > limit:
-            raise RequestError(
-                f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
-                f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
-                f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the "
-                "number of requested output tokens.",
-                param="input_tokens",
-            )
-        bounds = (limit - prompt_len, max_tokens, self.engine.facts.default_sampling.get("max_tokens"))
-        return min(bound for bound in bounds if bound is not None)
-
-    async def answer(
-        self,
-        call: ApiCall,
-        encoder: AnswerEncoder,
-        request: Request,
-        *,
-        stream: bool,
-        respond: Callable[[Any], Response] = json_response,
-        in_order: bool = False,
-        before_encoding: Callable[[list[RequestOutput]], Coroutine[Any, Any, None]] | None = None,
-    ) -> Response:
-        """Run the call and return its response from the encoder. `in_order`: a stream has all outputs of a
-        prompt before those of the next prompt. `before_encoding` is called with the final outputs of a
-        response that is not streamed, and awaited before they are encoded."""
-        timeline = call.timeline
-        if stream:
-            outputs = await self.streamed(call, in_order=in_order)
-            on_output = None if timeline is None else timeline.add_output
-            return EventStream(
-                outputs, encoder=encoder, running_requests=self.running_requests, on_output=on_output
-            )
-        finals = await self.until_disconnect(request, self.final_outputs(call))
-        if before_encoding is not None:
-            await self.until_disconnect(request, before_encoding(finals))
-        if timeline is None:
-            return await off_loop(answer_size(finals), lambda: respond(encoder.response_body(finals)))
-        for output in finals:
-            timeline.add_output(output)
-        response = respond(timeline.add_to(encoder.response_body(finals)))
-        if timeline.header:
-            response.headers[TIMELINE_HEADER] = timeline.header
-        return response
-
-    async def until_disconnect(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, which is cancelled if the client disconnects."""
-        return await self.running_requests.until_disconnect(request.receive, work)
-
     def pauses(self) -> Pauses:
         return Pauses(lock=self._lock)
-
-    async def streamed(self, call: ApiCall, *, in_order: bool = False) -> Outputs:
-        """Start the requests and return their outputs as they arrive. With several prompts, the ids are
-        `call.engine_ids()`. With `in_order`, all outputs of a prompt precede those of the next prompt."""
-        streams: list[Outputs] = []
-        pause = self.pauses()
-        checker = ParamsChecker(self.engine.inputs, call.lora)
-        try:
-            for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True):
-                assert isinstance(params, SamplingParams)
-                checked, timed = await checker.of(params), call.timeline is not None
-                streams.append(self.engine.generate(prompt, checked, id, timed=timed, **call.routing))
-                await pause.if_due()
-        except BaseException:
-            for item in streams:
-                await item.aclose()
-            raise
-        outputs: Outputs = streams[0]
-        if in_order:
-            outputs = OrderedOutputs(streams)
-        elif len(streams) > 1:
-            outputs = MergedOutputs(dict(zip(call.engine_ids(), streams, strict=True)), pause)
-        if self.settings.log.enable_log_outputs:
-            outputs = LoggedOutputs(outputs, call.id, self._shorten)
-        return outputs
-
-    async def final_outputs(self, call: ApiCall) -> list[RequestOutput]:
-        """Run the call and return the final outputs, in the order of the prompts."""
-        if isinstance(call.params[0], BeamSearchParams):
-            pauses = self.pauses()
-            coroutines = [
-                beam_search(self.engine, prompt, params, id, pauses=pauses, routing=call.routing)
-                for prompt, params, id in zip(call.prompts, call.params, call.engine_ids(), strict=True)
-                if isinstance(params, BeamSearchParams)
-            ]
-            return await gather_all(coroutines)
-        outputs = await self.streamed(call)
-        if len(call.prompts) == 1:
-            return [await final_output(outputs)]
-        last = await collect_final_outputs(outputs)
-        return [last[id] for id in call.engine_ids()]
 
     def reports_cache(self, hints: CacheHints | None) -> bool:
         """Whether the usage in a response reports the cached tokens, for a request with these cache hints."""
@@ -379,56 +211,15 @@ class GenerationService:
             return None
         return request_metrics(stats)
 
-    def _shorten(self, text: str | None) -> str:
+    def shorten(self, text: str | None) -> str:
+        """Return the beginning of a text, for a log line."""
         return (text or "")[: self.settings.log.max_log_len]
-
-
-class ParamsChecker:
-    """Checker of the sampling parameters of one call. Shared parameters and equal grammars are checked once;
-    long parameters and grammars are checked in a thread."""
-
-    def __init__(self, inputs: InputProcessor, lora: LoRARequest | None) -> None:
-        self._inputs, self._lora = inputs, lora
-        self._checked: dict[int, CheckedParams] = {}
-        """Results by the id of the params."""
-        self._grammar: StructuredOutputsParams | None = None
-
-    async def of(self, params: SamplingParams) -> CheckedParams:
-        """Check sampling parameters. Prompts that share one params object share the result."""
-        if id(params) not in self._checked:
-            check = functools.partial(self._check, params)
-            is_long = params.structured_outputs is not None
-            self._checked[id(params)] = await (
-                asyncio.to_thread(check) if is_long else off_loop(params_size(params), check)
-            )
-        return self._checked[id(params)]
-
-    def _check(self, params: SamplingParams) -> CheckedParams:
-        grammar = params.structured_outputs
-        if grammar is not None and grammar != self._grammar:
-            self._inputs.check_grammar(grammar, _COMPILE_S)
-            self._grammar = grammar
-        return self._inputs.check(params, lora=self._lora, grammar=self._grammar)
-
-
-def answer_size(outputs: Sequence[RequestOutput]) -> int:
-    """Return the cost of encoding an answer, as the number of characters whose tokenization takes as
-    long."""
-    size = sum(_positions_size(output.prompt_logprobs) for output in outputs)
-    for output in outputs:
-        for choice in output.outputs:
-            size += _CHOICE_SIZE + len(choice.text) + _positions_size(choice.logprobs)
-    return size
-
-
-def _positions_size(positions: PromptLogprobs | SampleLogprobs | None) -> int:
-    return 0 if not positions else _LOGPROB_SIZE * len(positions) * len(positions[-1] or ())
 
 
 def limit_long_bodies(answer: Answer) -> Answer:
     """Let a handler wait while `MAX_LONG_BODIES` requests with long bodies are processed (decorator)."""
 
-    @functools.wraps(answer)
+    @wraps(answer)
     async def limited(api: GenerationService, body: Any, request: Request) -> Response:
         if num_body_bytes(request) < LONG_BYTES:
             return await answer(api, body, request)
@@ -449,14 +240,6 @@ def _fingerprint(api: ApiSection, facts: EngineFacts) -> str | None:
         case "custom":
             return api.fingerprint_value
     return None
-
-
-def unknown_model_error(name: str, served: Iterable[str]) -> NotFound:
-    """Return the error for an unknown model; it lists some of the served names."""
-    names = [*itertools.islice(served, _MAX_LISTED + 1)]
-    listed = ", ".join([*names[:_MAX_LISTED], *(["..."] if len(names) > _MAX_LISTED else [])])
-    message = f"The model `{printable(name)}` does not exist. This server has: {listed}."
-    return NotFound(message, param="model")
 
 
 def _check_id(id: str) -> None:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind
 from quire.errors import EngineError
@@ -16,6 +15,7 @@ from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import Outputs, OutputStream
 from quire.logs import get_logger
+from quire.server.openai.requested_model import RequestedModel
 from quire.system.tasks import cancel_all
 from quire.text.tokenizer import Tokenizer
 
@@ -199,21 +199,21 @@ async def beam_search(
     request_id: str,
     *,
     pauses: Pauses,
+    model: RequestedModel,
     routing: Mapping[str, Any],
 ) -> RequestOutput:
     """Search the best continuations of one prompt. `routing`: keyword arguments of `engine.generate`. All
-    prompts of an API call share `pauses` and `routing`."""
-    lora: LoRARequest | None = routing["lora"]
-    eos_ids = engine.inputs.of(lora).eos_ids
+    prompts of an API call share `pauses`, `model` and `routing`."""
+    eos_ids = model.inputs.eos_ids
     search = BeamSearch(
         initial_tokens(prompt),
         params,
         eos_id=eos_ids[0] if eos_ids else None,
-        max_len=engine.inputs.max_model_len,
+        max_len=model.inputs.max_model_len,
     )
     step = round_params(params)
     step.output_kind = RequestOutputKind.FINAL_ONLY
-    checked = engine.inputs.check(step, lora=lora)
+    checked = model.inputs.check(step, lora=model.lora)
     num_rounds, num_cached = 0, 0
     while not search.finished:
         beams = []
@@ -233,8 +233,7 @@ async def beam_search(
         prompt_token_ids=prompt.token_ids,
         prompt_logprobs=None,
         outputs=[
-            _completion(engine.inputs.tokenizer_of(lora), i, beam, search.prompt_len)
-            for i, beam in enumerate(search.best())
+            _completion(model.tokenizer, i, beam, search.prompt_len) for i, beam in enumerate(search.best())
         ],
         finished=True,
         num_cached_tokens=num_cached,

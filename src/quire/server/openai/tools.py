@@ -1,14 +1,14 @@
-"""Tools of a chat request: the allowed and the required calls, the schemas of their arguments, and the
-grammars of optional calls that match these schemas."""
+"""Tools and structured output of a request: the allowed and the required calls, and the constraint of the
+output, which has one of three equivalent forms in a body."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
-from quire.server.openai.answer_pieces import NAMED, REQUIRED
-from quire.server.openai.requests import ChatBody
+from quire.server.openai.answer_pieces import NAMED, REQUIRED, Parsers, ToolUse
+from quire.server.openai.requests import ChatBody, GenerateBody
 from quire.text.parsers.call_grammar import calls_grammar, format_of
 from quire.text.parsers.calls import is_name
 from quire.text.tokenizer import Tokenizer
@@ -18,63 +18,17 @@ _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalPropert
 _ANY: dict[str, Any] = {"type": "object"}
 _WHITE = " "
 """Whitespace pattern of JSON: at most one space between parts, so that models cannot write endless spaces."""
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+"""Older names of fields, each with the key of `structured_outputs` that replaced it."""
 _LITERAL = ("const", "enum", "default", "examples")
 """Keys of a schema that hold values, not schemas."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The tools of a request, and how the model may call them."""
-
-    calls: str = "none"
-    """auto, required, named or none."""
-    name: str = ""
-    """Name of the tool to call, if `calls` is named."""
-    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Parameter schemas by tool name."""
-    parallel: bool = True
-    """Whether one response may have several calls."""
-    strict: frozenset[str] = frozenset()
-    """Tools with arguments that must match their schema."""
-
-    def constrain(
-        self,
-        requested: dict[str, Any] | None,
-        *,
-        is_format: bool,
-        parser: str | None,
-        tokenizer: Tokenizer | None,
-    ) -> dict[str, Any] | None:
-        """Return the structured output constraint: that of the request, that of forced calls, or a grammar
-        of optional calls and the requested format. `is_format`: whether the request has its constraint as
-        `response_format`."""
-        if self.calls in (REQUIRED, NAMED):
-            if requested is not None and not is_format:
-                raise RequestError(
-                    "You can only either use constraints for structured outputs or tools, not both.",
-                    param="structured_outputs",
-                )
-            named = self.calls == NAMED
-            schema = self.schemas[self.name] if named else calls_schema(self.schemas, parallel=self.parallel)
-            return {"json": schema, "whitespace_pattern": _WHITE}
-        answer_schema = _schema_only(requested)
-        if tokenizer is not None and (requested is None or answer_schema is not None):
-            return self._optional_constraint(parser, tokenizer, answer_schema) or requested
-        return requested
-
-    def _optional_constraint(
-        self, parser: str | None, tokenizer: Tokenizer, answer_schema: dict[str, Any] | None
-    ) -> dict[str, Any] | None:
-        """Return the constraint of an output with optional calls, or None if the parser's format has no
-        grammar. The output is JSON of the `answer_schema`, or text with calls; calls of strict tools match
-        their schemas."""
-        format = format_of(parser or "", tokenizer)
-        if self.calls != "auto" or format is None or not (self.strict or answer_schema):
-            return None
-        if answer_schema and not format.opening:
-            return None
-        schemas = {name: self.schemas[name] if name in self.strict else _ANY for name in self.schemas}
-        return {"grammar": calls_grammar(format, schemas, tokenizer, answer_schema=answer_schema)}
 
 
 def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -87,7 +41,44 @@ def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
     return None
 
 
-def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
+def read_tools(
+    body: ChatBody, parsers: Parsers, tokenizer: Tokenizer | None
+) -> tuple[ToolUse, dict[str, Any] | None, bool]:
+    """Return the tool use, the structured output constraint, and whether it applies to the whole output and
+    not only to optional tool calls."""
+    tools = _tool_use(body, auto=parsers.auto)
+    requested = constraint_of(body)
+    if tools.calls in (REQUIRED, NAMED):
+        if requested is not None and body.response_format is None:
+            raise RequestError(
+                "You can only either use constraints for structured outputs or tools, not both.",
+                param="structured_outputs",
+            )
+        named = tools.calls == NAMED
+        schema = tools.schemas[tools.name] if named else calls_schema(tools.schemas, parallel=tools.parallel)
+        return tools, {"json": schema, "whitespace_pattern": _WHITE}, True
+    grammar = None
+    if tools.calls == "auto" and tokenizer is not None:
+        grammar = _optional_calls_grammar(tools, parsers.tools, tokenizer, requested)
+    return tools, grammar or requested, requested is not None
+
+
+def _optional_calls_grammar(
+    tools: ToolUse, parser: str | None, tokenizer: Tokenizer, requested: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the constraint of an output with optional calls, or None if the parser's format has no grammar.
+    The output is JSON of the `requested` schema, or text with calls; calls of strict tools match their
+    schemas."""
+    answer_schema, format = _schema_only(requested), format_of(parser or "", tokenizer)
+    if requested is not None and answer_schema is None:
+        return None
+    if format is None or not (tools.strict or answer_schema) or (answer_schema and not format.opening):
+        return None
+    schemas = {name: tools.schemas[name] if name in tools.strict else _ANY for name in tools.schemas}
+    return {"grammar": calls_grammar(format, schemas, tokenizer, answer_schema=answer_schema)}
+
+
+def _tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
     """Check and return the tool use of a request. `auto`: whether the server parses optional calls."""
     if body.tools is not None and not body.tools:
         raise InvalidBody("`tools` must not be an empty array. Leave it out instead.", param="tools")
@@ -181,3 +172,53 @@ def _move_references(schema: Any, index: int) -> Any:
         else (value if key in _LITERAL and not isinstance(value, dict) else _move_references(value, index))
         for key, value in schema.items()
     }
+
+
+def constraint_of(body: GenerateBody) -> dict[str, Any] | None:
+    """Return the structured output constraint of a request in the format of SamplingParams, or None. Raise
+    RequestError if the request has several."""
+    extra = body.model_extra or {}
+    guided = {key: extra[name] for name, key in GUIDED.items() if extra.get(name) not in (None, False)}
+    forms = {
+        "response_format": _from_format(body.response_format),
+        "structured_outputs": body.structured_outputs,
+        "guided_*": guided if guided.keys() - {"whitespace_pattern"} else None,
+    }
+    constraints = {name: constraint for name, constraint in forms.items() if constraint is not None}
+    if len(constraints) > 1:
+        raise RequestError(
+            f"{' and '.join(constraints)} both constrain the output; send one of them",
+            param=next(iter(constraints)),
+        )
+    return next(iter(constraints.values()), None)
+
+
+def _from_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
+    if format is None:
+        return None
+    kind = format.get("type", "text")
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        known = ", ".join(_FORMATS)
+        raise RequestError(
+            f"`response_format` has no type {kind!r:.80}; known: {known}", param="response_format"
+        )
+    return _FORMATS[kind](format)
+
+
+def _from_schema(format: dict[str, Any]) -> dict[str, Any]:
+    inner = format.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+        raise InvalidBody(
+            "`response_format` of type json_schema needs `json_schema.schema`, an object",
+            param="response_format",
+        )
+    return {"json": schema}
+
+
+_FORMATS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
+    "text": lambda format: None,
+    "json_object": lambda format: {"json_object": True},
+    "json_schema": _from_schema,
+    "structural_tag": lambda format: {"structural_tag": json.dumps(format)},
+}

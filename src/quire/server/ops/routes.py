@@ -6,7 +6,7 @@ import platform
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
@@ -208,10 +208,10 @@ def _add_profile_routes(app: FastAPI, api: GenerationService) -> None:
 
 def _add_tokenizer_info(app: FastAPI, api: GenerationService) -> None:
     @app.get("/tokenizer_info", **replies_of(dict, 404, *_CODES))
-    async def show_tokenizer_info(model: str | None = None) -> Response:
+    async def show_tokenizer_info(request: Request, model: str | None = None) -> Response:
         """Return the special tokens and the chat template of the tokenizer of the model or an adapter."""
-        await api.check_model(model)
-        return json_response(tokenizer_info(api.tokenizer_of(model), api.engine.inputs.max_model_len))
+        requested = await api.names.find(model, request)
+        return json_response(tokenizer_info(requested.need_tokenizer(), requested.inputs.max_model_len))
 
 
 def tokenizer_info(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:

@@ -17,19 +17,16 @@ from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import OutputStream
 from quire.server.http.errors import json_response
-from quire.server.openai.prompts import list_prompts, off_loop
+from quire.server.openai.prompts import list_prompts
+from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import off_loop
 from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody, VectorOptions
 from quire.system.tasks import cancel_all
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 T = TypeVar("T")
-
-
-async def check_pooling(api: GenerationService, body: PoolingBody) -> None:
-    await api.check_model(body.model, pools=True)
-    check_fields(body)
 
 
 def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
@@ -41,22 +38,18 @@ async def pool_inputs(
     api: GenerationService, id_prefix: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
 ) -> tuple[ApiCall, list[Pooled]]:
     """Run the model on the inputs of a body. `params`: further keyword arguments of `pool`."""
-    await check_pooling(api, body)
-    prompts = await _read_inputs(api, body, request)
-    return await pool(api, id_prefix, body, request, prompts, **params)
-
-
-async def _read_inputs(
-    api: GenerationService, body: InputBody | PoolingChatBody, request: Request
-) -> list[Prompt]:
+    model = await api.names.find(body.model, request, pools=True)
+    check_fields(body)
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.read_chat(body, 0, partial(api.until_disconnect, request))]
-    inputs = list_prompts(body.input)
-    api.check_count(len(inputs), "inputs", param="input")
-    return await api.reader.read_inputs(
-        name_inputs("input", inputs), body, add_special_tokens=body.add_special_tokens
-    )
+        wait = partial(api.running_requests.until_disconnect, request.receive)
+        prompts = [await api.reader.read_chat(body, model, 0, wait)]
+    else:
+        inputs, special = list_prompts(body.input), body.add_special_tokens
+        api.check_count(len(inputs), "inputs", param="input")
+        named_inputs = name_inputs("input", inputs)
+        prompts = await api.reader.read_inputs(named_inputs, body, model, add_special_tokens=special)
+    return await pool(api, id_prefix, body, request, model, prompts, **params)
 
 
 async def pool(
@@ -64,6 +57,7 @@ async def pool(
     id_prefix: str,
     body: PoolingBody,
     request: Request,
+    model: RequestedModel,
     prompts: list[Prompt],
     *,
     task: Any = None,
@@ -72,8 +66,8 @@ async def pool(
     """Return the call and the model's outputs in the order of the prompts. All requests of the call are
     cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
-    call = api.new_call(id_prefix, body, request, prompts, [params] * len(prompts))
-    return call, await api.until_disconnect(request, _run_all(api, call))
+    call = api.new_call(id_prefix, body, request, model, prompts, [params] * len(prompts))
+    return call, await api.running_requests.until_disconnect(request.receive, _run_all(api, call))
 
 
 async def _run_all(api: GenerationService, call: ApiCall) -> list[Pooled]:

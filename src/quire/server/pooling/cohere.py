@@ -15,12 +15,12 @@ from quire.data.params import INT64_MAX
 from quire.errors import RequestError
 from quire.frontend.score_inputs import ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
-from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import Body, CallBody, Int, Some, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
+from quire.server.openai.work_size import off_loop
 from quire.server.pooling.bodies import VectorOptions
-from quire.server.pooling.calls import check_pooling, name_inputs, pack_values, pool
+from quire.server.pooling.calls import name_inputs, pack_values, pool
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 
@@ -108,12 +108,15 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
     options = VectorOptions.model_validate(fields)
     instruction, (field, inputs) = _instruction(api, body.input_type), _inputs_of(body)
     check_fields(body)
-    await check_pooling(api, options)
+    model = await api.names.find(body.model, request, pools=True)
     api.check_count(len(inputs), "inputs", param=field)
+    has_template = api.reader.has_template(model)
     named_inputs = [
-        (name, _read_input(api, instruction, name, value)) for name, value in name_inputs(field, inputs)
+        (name, _read_input(instruction, name, value, has_template=has_template))
+        for name, value in name_inputs(field, inputs)
     ]
-    prompts = await api.reader.read_inputs(named_inputs, options, wait=partial(api.until_disconnect, request))
+    wait = partial(api.running_requests.until_disconnect, request.receive)
+    prompts = await api.reader.read_inputs(named_inputs, options, model, wait=wait)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
         raise RequestError(
@@ -122,7 +125,7 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
             param="max_tokens",
         )
     call, outputs = await pool(
-        api, "embd", options, request, prompts, task="embed", dimensions=options.dimensions
+        api, "embd", options, request, model, prompts, task="embed", dimensions=options.dimensions
     )
     vectors = np.stack([output.outputs.data for output in outputs]).astype(np.float32)
     kinds: set[Kind] = set(body.embedding_types or ["float"])
@@ -157,7 +160,7 @@ def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
 
 
 def _read_input(
-    api: GenerationService, instruction: str, name: str, input: str | MixedInput
+    instruction: str, name: str, input: str | MixedInput, *, has_template: bool
 ) -> str | ScoreInputs:
     """Return the input with the instruction prepended, as a text or as content parts."""
     if isinstance(input, str):
@@ -166,7 +169,7 @@ def _read_input(
         if getattr(part, part.type) is None:
             raise RequestError(f"{name}: a part with type={part.type!r} requires {part.type}", param="inputs")
     texts = [part.text or "" for part in input.content if part.type == "text"]
-    if len(texts) == len(input.content) and not api.reader.has_template:
+    if len(texts) == len(input.content) and not has_template:
         return instruction + "".join(texts)
     parts = [
         {"type": "text", "text": instruction + (part.text or "")}
@@ -177,7 +180,7 @@ def _read_input(
     side = ScoreInput.of("user", parts, name)
     if name.startswith("images"):
         side.items[0].place = name
-    return ScoreInputs((side,), is_chat=api.reader.has_template)
+    return ScoreInputs((side,), is_chat=has_template)
 
 
 def _instruction(api: GenerationService, input_type: str | None) -> str:

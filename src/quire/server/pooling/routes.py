@@ -11,8 +11,9 @@ from quire.frontend.pooling import embedding_task, pairs, pools, reads_pairs, si
 from quire.frontend.score_inputs import ROLES, ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import add_post
-from quire.server.openai.prompts import off_loop
+from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import off_loop
 from quire.server.pooling.bodies import (
     ClassifyReply,
     ContentParts,
@@ -33,7 +34,6 @@ from quire.server.pooling.bodies import (
 from quire.server.pooling.calls import (
     Pooled,
     answer_vectors,
-    check_pooling,
     list_reply,
     name_inputs,
     pool,
@@ -124,7 +124,7 @@ async def create_rerank(api: GenerationService, body: RerankBody, request: Reque
     tokens = usage(api, outputs)
     del tokens["completion_tokens"]
     return json_response(
-        {"id": call.id, "model": call.model, "usage": tokens, "results": results[: body.top_n or None]}
+        {"id": call.id, "model": call.model.name, "usage": tokens, "results": results[: body.top_n or None]}
     )
 
 
@@ -141,26 +141,27 @@ async def _score(
 ) -> tuple[ApiCall, list[Pooled]]:
     """Return a score for each pair. A cross-encoder reads both inputs at once; for an embedding model the
     score is the cosine similarity, or MaxSim."""
-    await check_pooling(api, body)
+    model = await api.names.find(body.model, request, pools=True)
+    check_fields(body)
     (_, firsts), (second, seconds) = texts.items()
     api.check_count(max(len(firsts), len(seconds)), "inputs", param=second)
     sides = [
         [(name, _score_input(text, role, name, body.cache_salt)) for name, text in name_inputs(field, side)]
         for (field, side), role in zip(texts.items(), ROLES, strict=True)
     ]
-    wait, input_pairs = partial(api.until_disconnect, request), pairs(*sides)
+    wait, input_pairs = partial(api.running_requests.until_disconnect, request.receive), pairs(*sides)
     pooling = pools(api.engine.inputs.pooling, kind)
     if reads_pairs(pooling):
         both = [_pair(first, second) for (_, first), (_, second) in input_pairs]
-        prompts = await api.reader.read_inputs(name_inputs(second, both), body, wait=wait)
-        return await pool(api, kind, body, request, prompts, task="classify")
+        prompts = await api.reader.read_inputs(name_inputs(second, both), body, model, wait=wait)
+        return await pool(api, kind, body, request, model, prompts, task="classify")
     single_inputs = [
         (name, ScoreInputs((value,)) if isinstance(value, ScoreInput) else value)
         for side in sides
         for name, value in side
     ]
-    prompts = await api.reader.read_inputs(single_inputs, body, wait=wait)
-    call, embeddings = await pool(api, kind, body, request, prompts, task=embedding_task(pooling))
+    prompts = await api.reader.read_inputs(single_inputs, body, model, wait=wait)
+    call, embeddings = await pool(api, kind, body, request, model, prompts, task=embedding_task(pooling))
     embedding_pairs = pairs(embeddings[: len(firsts)], embeddings[len(firsts) :])
     size = sum(embedding.outputs.data.size for embedding in embeddings)
     return call, await off_loop(size, lambda: [similarity(*pair) for pair in embedding_pairs])

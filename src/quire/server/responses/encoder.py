@@ -187,7 +187,7 @@ class ResponseEncoder(AnswerEncoder):
         if not self._has_logprobs or output.logprobs is None:
             return []
         body = self._chat.body
-        token_formatter = self._api.token_formatter(body)
+        token_formatter = self._chat.call.model.token_formatter(body.return_tokens_as_token_ids)
         logprobs = chat_logprobs(output.token_ids, output.logprobs, body.top_logprobs or 0, token_formatter)
         content: list[dict[str, Any]] = logprobs["content"]
         return content
@@ -203,7 +203,7 @@ def fixed_fields(body: ResponseBody, chat: ChatRequest, id: str, *, stored: bool
         "id": id,
         "object": "response",
         "created_at": chat.call.created,
-        "model": chat.call.model,
+        "model": chat.call.model.name,
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -12,10 +12,12 @@ from quire.server.http.errors import NotFound, json_response
 from quire.server.http.in_flight import num_body_bytes
 from quire.server.http.limits import account_of, keep_open
 from quire.server.http.openapi_document import add_post, replies_of
-from quire.server.openai.chat_request import ChatRequest, prepare_chat
-from quire.server.openai.prompts import off_loop
+from quire.server.openai.chat import prepare_chat
+from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.requests import ChatBody
+from quire.server.openai.run_call import answer_call, stream_call
 from quire.server.openai.service import GenerationService
+from quire.server.openai.work_size import off_loop
 from quire.server.responses.bodies import DeletedReply, ItemsReply, ResponseBody, ResponseReply
 from quire.server.responses.encoder import ResponseEncoder, fixed_fields
 from quire.server.responses.items import Item, new_id, read_items
@@ -67,8 +69,8 @@ class Responses:
             return await self._in_background(stored, encoder, chat, request, stream=bool(body.stream))
         if token_by_token and not body.stream:
             work = _generate_whole(self.api, chat, encoder)
-            return json_response(await self.api.until_disconnect(request, work))
-        return await self.api.answer(chat.call, encoder, request, stream=bool(body.stream))
+            return json_response(await self.api.running_requests.until_disconnect(request.receive, work))
+        return await answer_call(self.api, chat.call, encoder, request, stream=bool(body.stream))
 
     async def _in_background(
         self,
@@ -82,7 +84,7 @@ class Responses:
         store = self.store
         assert store is not None
         store.check_room()
-        outputs = await self.api.streamed(chat.call)
+        outputs = await stream_call(self.api, chat.call)
         release = keep_open(request.scope)
 
         def on_end() -> None:
@@ -204,7 +206,7 @@ async def _generate_whole(
     api: GenerationService, chat: ChatRequest, encoder: ResponseEncoder
 ) -> dict[str, Any]:
     """Generate a response token by token and return the whole response."""
-    outputs = await api.streamed(chat.call)
+    outputs = await stream_call(api, chat.call)
     try:
         async for output in outputs:
             encoder.add_output(output)

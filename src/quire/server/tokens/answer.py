@@ -12,11 +12,13 @@ from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
 from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.encoder import routed_experts
-from quire.server.openai.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
-from quire.server.openai.prompts import num_chars, off_loop
+from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import CompletionBody
-from quire.server.openai.sampling_params import check_fields, check_stops, extra_args
+from quire.server.openai.run_call import answer_call
+from quire.server.openai.sampling_params import check_fields, check_stops, extra_args, output_limit
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.work_size import num_chars, off_loop
 from quire.server.tokens.bodies import TokensBody
 
 _INTERNAL = frozenset(
@@ -43,7 +45,7 @@ def public_params(params: SamplingParams) -> dict[str, Any]:
 
 async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, request: Request) -> Response:
     """Generate tokens after token ids, whole or as a stream of events."""
-    await api.check_model(body.model, pools=False)
+    model = await api.names.find(body.model, request, pools=False)
     check_fields(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
@@ -56,15 +58,16 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
     )
-    prompts = await api.reader.read_completion(as_prompt, max_sequences=api.settings.max_sequences)
+    prompts = await api.reader.read_completion(as_prompt, model, max_sequences=api.settings.max_sequences)
     params = await off_loop(
-        num_chars(body.sampling_params), lambda: _params(api, body, len(prompts[0].token_ids))
+        num_chars(body.sampling_params),
+        lambda: _params(body, model, len(prompts[0].token_ids), max_n=api.settings.api.max_n),
     )
-    call = api.new_call("generate-tokens", body, request, prompts, [params])
-    return await api.answer(call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
+    call = api.new_call("generate-tokens", body, request, model, prompts, [params])
+    return await answer_call(api, call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
 
 
-def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> SamplingParams:
+def _params(body: TokensBody, model: RequestedModel, prompt_len: int, *, max_n: int) -> SamplingParams:
     known = set(SamplingParams.__struct_fields__) - _INTERNAL
     fields: dict[str, Any] = {
         name: body.sampling_params[name] for name in known & body.sampling_params.keys()
@@ -75,13 +78,11 @@ def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> Sampli
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     fields["extra_args"] = extra_args(fields.get("extra_args"), body.kv_transfer_params)
     params = SamplingParams.from_optional(**{"max_tokens": None, **fields, "output_kind": kind})
-    if params.n > api.settings.api.max_n:
-        raise RequestError(
-            f"n must be at most {api.settings.api.max_n} (--max-n), got {params.n}.", param="n"
-        )
+    if params.n > max_n:
+        raise RequestError(f"n must be at most {max_n} (--max-n), got {params.n}.", param="n")
     if body.stream and params.prompt_logprobs is not None:
         raise InvalidBody("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
-    params.max_tokens = api.output_limit(params.max_tokens, prompt_len)
+    params.max_tokens = output_limit(model, params.max_tokens, prompt_len)
     return params
 
 
@@ -120,7 +121,7 @@ class TokensEncoder(AnswerEncoder):
         num_output = sum(len(completion.token_ids) for completion in output.outputs)
         return {
             "request_id": self._call.id,
-            "model": self._call.model,
+            "model": self._call.model.name,
             "created": self._call.created,
             "choices": [self._choice(completion) for completion in output.outputs],
             "usage": self._api.usage(self._call.num_prompt_tokens, num_output, output.num_cached_tokens),
@@ -132,8 +133,7 @@ class TokensEncoder(AnswerEncoder):
         logprobs, num_top = None, self._params.logprobs
         if completion.logprobs is not None and num_top is not None:
             num_top = -1 if self._params.logprob_token_ids is not None else num_top
-            as_ids = self._api.settings.api.return_tokens_as_token_ids
-            token_formatter = TokenFormatter(self._api.inputs_of(self._call.model).tokenizer, as_ids)
+            token_formatter = self._call.model.token_formatter()
             logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, token_formatter)
         mask_ids = completion.sampling_mask
         mask = {} if mask_ids is None else {"sampling_mask": mask_ids.token_ids}

@@ -14,12 +14,15 @@ from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.limits import without_account
-from quire.server.openai.chat import ChatEncoder
-from quire.server.openai.chat_request import ChatRequest, prepare_chat
-from quire.server.openai.completions import CompletionEncoder, begin_completion
-from quire.server.openai.prompts import off_loop
+from quire.server.openai.chat import prepare_chat
+from quire.server.openai.chat_encoder import ChatEncoder
+from quire.server.openai.chat_request import ChatRequest
+from quire.server.openai.completion_encoder import CompletionEncoder
+from quire.server.openai.completions import begin_completion
+from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import ChatBody, CompletionBody
 from quire.server.openai.service import ApiCall, GenerationService, limit_long_bodies
+from quire.server.openai.work_size import off_loop
 from quire.server.tokens.answer import public_params
 from quire.server.tokens.bodies import (
     DerenderChatBody,
@@ -33,18 +36,17 @@ from quire.server.tokens.bodies import (
 async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Return the tokens and parameters that a chat would send to the engine."""
     chat = await prepare_chat(api, body, without_account(request))
-    return await _render(api, body, chat.call, lambda prompts: prompts[0])
+    return await _render(body, chat.call, lambda prompts: prompts[0])
 
 
 @limit_long_bodies
 async def show_completion_prompts(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Return the tokens and parameters that each prompt would send to the engine."""
     call = await begin_completion(api, body, without_account(request))
-    return await _render(api, body, call, lambda prompts: prompts)
+    return await _render(body, call, lambda prompts: prompts)
 
 
 async def _render(
-    api: GenerationService,
     body: ChatBody | CompletionBody,
     call: ApiCall,
     body_of: Callable[[list[dict[str, Any]]], Any],
@@ -53,21 +55,18 @@ async def _render(
     if any(prompt.embeds is not None for prompt in call.prompts):
         raise RequestError("`prompt_embeds` have no token ids and cannot be rendered", param="prompt_embeds")
     size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in call.prompts)
-    inputs = api.inputs_of(call.model)
-    return await off_loop(size, lambda: json_response(body_of(_rendered_prompts(inputs, body, call))))
+    return await off_loop(size, lambda: json_response(body_of(_rendered_prompts(body, call))))
 
 
-def _rendered_prompts(
-    inputs: InputProcessor, body: ChatBody | CompletionBody, call: ApiCall
-) -> list[dict[str, Any]]:
+def _rendered_prompts(body: ChatBody | CompletionBody, call: ApiCall) -> list[dict[str, Any]]:
     return [
         {
             "request_id": id,
             "token_ids": prompt.token_ids,
-            "token_offsets": _offsets(inputs, body, prompt),
+            "token_offsets": _offsets(call.model.inputs, body, prompt),
             "prompt": prompt.text,
             "sampling_params": public_params(_sampling_params(params)),
-            "model": call.model,
+            "model": call.model.name,
             "stream": bool(body.stream),
             "stream_options": body.stream_options and body.stream_options.model_dump(),
             "cache_salt": prompt.cache_salt,
@@ -121,17 +120,15 @@ _NOT_STREAMED = {"stream": False, "stream_options": None}
 async def show_chat_answer(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
     """Convert generated tokens to the reply of a chat."""
     tokens_reply, chat_body, request = body.generate_response, body.chat_request, without_account(request)
-    await _check(api, body, [tokens_reply])
+    model = await _find_model(api, body, request, [tokens_reply])
     if chat_body is not None:
         chat = await prepare_chat(api, chat_body.model_copy(update=_NOT_STREAMED), request)
     else:
         chat_body = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
-        call = api.new_call("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
+        call = api.new_call("chatcmpl", body, request, model, [Prompt([])], [SamplingParams()])
         chat = ChatRequest(chat_body, call, api.settings.api.response_role, "")
     _check_choices([tokens_reply], chat_body.n or 1)
-    output = await _decode_reply(
-        api.inputs_of(chat.call.model), tokens_reply, _sampling_params(chat.call.params[0])
-    )
+    output = await _decode_reply(chat.call.model.inputs, tokens_reply, _sampling_params(chat.call.params[0]))
     encoder = ChatEncoder(api, chat)
 
     def encode() -> Response:
@@ -149,7 +146,7 @@ async def show_completion_answer(
 ) -> Response:
     """Convert generated tokens to the reply of a completion."""
     replies, completion, request = body.generate_responses, body.completion_request, without_account(request)
-    await _check(api, body, replies)
+    model = await _find_model(api, body, request, replies)
     if body.prompt_tokens is not None and len(body.prompt_tokens) != len(replies):
         raise RequestError(
             f"prompt_tokens length ({len(body.prompt_tokens)}) must equal generate_responses length "
@@ -163,15 +160,14 @@ async def show_completion_answer(
     else:
         completion = CompletionBody(prompt="")  # type: ignore[call-arg]
         prompts = [Prompt([]) for _ in replies]
-        call = api.new_call("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
+        call = api.new_call("cmpl", body, request, model, prompts, [SamplingParams()] * len(prompts))
     if len(call.prompts) != len(replies):
         raise RequestError(
             f"{len(replies)} generate_responses for {len(call.prompts)} prompts", param="generate_responses"
         )
     _check_choices(replies, completion.n or 1)
-    inputs = api.inputs_of(call.model)
     outputs = [
-        await _decode_reply(inputs, reply, _sampling_params(params))
+        await _decode_reply(call.model.inputs, reply, _sampling_params(params))
         for reply, params in zip(replies, call.params, strict=True)
     ]
     encoder, num_prompt = CompletionEncoder(api, completion, call), sum(body.prompt_tokens or ())
@@ -180,19 +176,24 @@ async def show_completion_answer(
     )
 
 
-async def _check(
-    api: GenerationService, body: DerenderChatBody | DerenderCompletionBody, replies: list[DerenderTokens]
-) -> None:
-    await api.check_model(body.model, pools=False)
+async def _find_model(
+    api: GenerationService,
+    body: DerenderChatBody | DerenderCompletionBody,
+    request: Request,
+    replies: list[DerenderTokens],
+) -> RequestedModel:
+    """Return the model of a request, and check that it can have generated the replies."""
+    model = await api.names.find(body.model, request, pools=False)
     if body.stream:
         raise RequestError("stream chunks cannot be derendered; send the whole reply", param="stream")
     sizes = (len(choice.token_ids or ()) for reply in replies for choice in reply.choices)
-    size, limit = max(sizes, default=0), api.engine.inputs.max_model_len
+    size, limit = max(sizes, default=0), model.inputs.max_model_len
     if size > limit:
         raise RequestError(
             f"a choice has {size} tokens, but this model's maximum context length is {limit} tokens",
             param="token_ids",
         )
+    return model
 
 
 def _check_choices(replies: list[DerenderTokens], num_choices: int) -> None:

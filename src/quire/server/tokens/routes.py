@@ -10,10 +10,10 @@ from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import BODY, CODES, add_post, replies_of
 from quire.server.openai import replies
 from quire.server.openai.batch import body_handlers, create_chat_batch
-from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import DetokenizeBody, TokenizeChat, TokenizeText
 from quire.server.openai.sampling_params import check_contents, check_fields, check_template
 from quire.server.openai.service import GenerationService, limit_long_bodies
+from quire.server.openai.work_size import off_loop
 from quire.server.tokens.answer import create_tokens_of_tokens
 from quire.server.tokens.bodies import RenderedReply, TokensReply
 from quire.server.tokens.render import (
@@ -59,22 +59,27 @@ async def create_tokens(
     api: GenerationService, body: TokenizeChat | TokenizeText, request: Request
 ) -> Response:
     """Return the token ids of a text or conversation."""
-    await api.check_model(body.model)
+    model = await api.names.find(body.model, request)
     check_fields(body)
-    tokenizer, max_model_len = api.tokenizer_of(body.model), api.engine.inputs.max_model_len
+    tokenizer = model.need_tokenizer()
     if isinstance(body, TokenizeChat):
         check_contents(body)
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        ids = (await api.reader.read_unlimited(body)).token_ids
+        ids = (await api.reader.read_chat(body, model, limited=False)).token_ids
     else:
         text, special = body.prompt, body.add_special_tokens
-        api.engine.inputs.check_chars(text)
+        model.inputs.check_chars(text)
         ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
 
     def encode() -> Response:
         spelled = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return json_response(
-            {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": spelled}
+            {
+                "count": len(ids),
+                "max_model_len": model.inputs.max_model_len,
+                "tokens": ids,
+                "token_strs": spelled,
+            }
         )
 
     return await off_loop(len(ids), encode)
@@ -83,17 +88,17 @@ async def create_tokens(
 @limit_long_bodies
 async def create_text(api: GenerationService, body: DetokenizeBody, request: Request) -> Response:
     """Return the text of token ids."""
-    await api.check_model(body.model)
+    model = await api.names.find(body.model, request)
     check_fields(body)
-    tokenizer, ids = api.tokenizer_of(body.model), body.tokens
-    limit = max(api.engine.inputs.max_model_len, _MAX_IDS)
+    tokenizer, ids = model.need_tokenizer(), body.tokens
+    limit = max(model.inputs.max_model_len, _MAX_IDS)
     if len(ids) > limit:
         raise RequestError(
             f"{len(ids)} token ids are too many: at most {limit} are allowed per request (max_model_len, or "
             f"{_MAX_IDS} if that is more): send them in parts",
             param="tokens",
         )
-    check_vocab(ids, api.inputs_of(body.model).vocab, param="tokens")
+    check_vocab(ids, model.inputs.vocab, param="tokens")
     return await off_loop(
         len(ids), lambda: json_response({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
     )
