@@ -121,3 +121,15 @@ def test_root_path_is_no_part_of_a_route() -> None:
 
     assert asyncio.run(statuses()) == [200, 200]
     assert [exchange.handler for exchange in engine.exchanges] == [COMPLETIONS]
+
+
+def test_unknown_route_below_a_root_path_has_a_hint() -> None:
+    application = Application(FakeEngine(), make_settings({"root_path": "/api"}))
+    transport = httpx.ASGITransport(application.asgi, root_path="/api")
+
+    async def message() -> str:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.post("/api/v1/chat/completion", json={})
+            return str(answer.json()["error"]["message"])
+
+    assert asyncio.run(message()) == "Not Found; did you mean /v1/chat/completions?"

@@ -102,6 +102,14 @@ def test_sockets_accept_only_the_same_token(listening: str, connecting: str, pas
         assert bool(server.poll(30_000 if passes else 300)) is passes
 
 
+def test_token_is_refused_where_nothing_could_be_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda capability: False)
+    with zmq.Context() as context, context.socket(zmq.PULL) as server:
+        secure(server, "", listens=True)
+        with pytest.raises(ConfigError, match="has no CURVE"):
+            secure(server, "a", listens=True)
+
+
 def test_repeated_failed_handshakes_are_a_rejection() -> None:
     handshakes = Handshakes()
     for event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,) * 2 + (zmq.EVENT_HANDSHAKE_SUCCEEDED,):

@@ -6,6 +6,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from quire.errors import ConfigError
+
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MISMATCHES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 MAX_FAILURES = 3
@@ -18,8 +20,13 @@ def secure(sock: "zmq.Socket[bytes]", token: str, *, listens: bool) -> None:
     The listener's key pair is derived from the token. A handshake needs its public key, which is never sent,
     so that only processes with the token can complete a handshake. Must be called before `bind` or `connect`.
     """
-    if not token or not zmq.has("curve"):
+    if not token:
         return
+    if not zmq.has("curve"):
+        raise ConfigError(
+            "this build of libzmq has no CURVE, so connections with a cluster token would not be encrypted: "
+            "install pyzmq from its wheels, or unset QUIRE_CLUSTER_TOKEN"
+        )
     secret = z85.encode(hashlib.sha256(b"quire-curve:" + token.encode()).digest())
     public = zmq.curve_public(secret)
     if listens:

@@ -126,7 +126,7 @@ def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
 
 def _intended_route(request: Request, app: FastAPI) -> str | None:
     """Return the route that a client probably meant, with one `/v1` or a final `s` added or removed."""
-    path = request.url.path
+    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
     known = {getattr(route, "path", "") for route in app.routes}
     single = path.replace("/v1/v1/", "/v1/", 1)
     return next((name for name in (single, f"/v1{path}", f"{path}s", f"/v1{path}s") if name in known), None)

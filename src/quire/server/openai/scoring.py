@@ -71,7 +71,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
             f"{len(body.items)} items exceed the maximum of {limit} per request; send fewer at once",
             param="items",
         )
-    vocab = api.engine.facts.vocab
+    vocab = model.inputs.vocab
     if (largest := max(body.label_token_ids)) >= vocab:
         raise RequestError(
             f"label_token_id {largest} is out of vocabulary range [0, {vocab}). Please provide valid token "
