@@ -18,8 +18,9 @@ from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.transformers_config import IMPL_OWN_CACHE, OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
+from quire.kernels.ops import choose
 from quire.logs import warn_once
-from quire.models.transformers_attention import use_fast_linear
+from quire.models.transformers_modules import use_fast_modules
 
 SETTINGS: dict[str, Any] = {
     "vocab_size": 128,
@@ -361,7 +362,7 @@ def test_text_decoder_of_a_multimodal_model_runs_alone(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_bfloat16_layers_use_native_kernels_and_follow_their_weights() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 40, dtype=torch.bfloat16), torch.nn.Linear(40, 24))
-    use_fast_linear(model)
+    use_fast_modules(model, choose(torch.device("cpu"), torch.bfloat16))
     wide, narrow = model[1], model[0]
     assert "forward" in vars(narrow) and "forward" not in vars(wide), "float32 stays with torch"
     x = torch.randn(2, 3, 64, dtype=torch.bfloat16)
@@ -370,3 +371,20 @@ def test_bfloat16_layers_use_native_kernels_and_follow_their_weights() -> None:
         assert narrow(x).shape == (2, 3, 40)
         torch.testing.assert_close(narrow(x).float(), expected, atol=0.02, rtol=0.02)
         narrow.weight = torch.nn.Parameter(torch.randn(40, 64).bfloat16(), requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_use_native_kernels_unless_they_are_others(dtype: torch.dtype) -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norms = torch.nn.ModuleList([LlamaRMSNorm(64, 1e-5), GemmaRMSNorm(64, 1e-5)]).to(dtype)
+    for norm in norms:
+        norm.weight.data += torch.randn(64, dtype=dtype)
+    x = torch.randn(1, 5, 4, 64, dtype=dtype)
+    expected = norms[0](x)
+    use_fast_modules(norms, choose(torch.device("cpu"), dtype))
+    assert "forward" in vars(norms[0]) and "forward" not in vars(norms[1]), "Gemma's weight is added to 1"
+    near = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(norms[0](x), expected, atol=near, rtol=near)
+    assert norms[0](x.double()).dtype == torch.float64, "other dtypes keep the module's own code"

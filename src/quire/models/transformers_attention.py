@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.attention.backend import AttentionSpec
@@ -21,12 +20,10 @@ from quire.checkpoint.facts import ArchFacts, TransformersFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
 from quire.checkpoint.transformers_config import IMPL_OWN_CACHE
 from quire.errors import ConfigError
-from quire.kernels.cpu import native
 from quire.layers.attention import PagedAttention, attention_layers
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.logs import get_logger
-from quire.quant.unquantized import product_of
 
 logger = get_logger(__name__)
 
@@ -237,33 +234,6 @@ def load_by_transformers(model: Any, folder: str) -> None:
         state = loaded.state_dict()
         for name, tensor in model.state_dict().items():
             tensor.copy_(state[name])
-
-
-class _FastLinear:
-    """Forward pass of a linear layer of transformers by Quire's kernels, which read the same weight."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.layer = layer
-        self.address = 0
-        self.product: Callable[[Tensor], Tensor] = nn.Identity()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.layer.weight, self.layer.bias
-        if x.dtype != weight.dtype:
-            return F.linear(x, weight, bias)
-        if self.address != weight.data_ptr():  # the kernels keep the address of the weight
-            self.product, self.address = product_of(weight, bias, weight.dtype), weight.data_ptr()
-        return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], len(weight))
-
-
-def use_fast_linear(model: nn.Module) -> None:
-    """Let the linear layers of a model on a CPU use Quire's kernels for bfloat16. On a CPU without bfloat16
-    instructions, torch's kernels are far slower."""
-    for module in model.modules():
-        if type(module) is not nn.Linear or not module.weight.is_contiguous():
-            continue
-        if module.weight.dtype == torch.bfloat16 and native.serves(module.weight.device, torch.bfloat16):
-            setattr(module, "forward", _FastLinear(module))  # noqa: B010
 
 
 def place_attention(body: Any, facts: ArchFacts, scope: Scope, name: str) -> list[PagedAttention]:

@@ -22,8 +22,8 @@ from quire.models.transformers_attention import (
     load_by_transformers,
     place_attention,
     stored_parts,
-    use_fast_linear,
 )
+from quire.models.transformers_modules import use_fast_modules
 
 logger = get_logger(__name__)
 
@@ -80,7 +80,7 @@ class TransformersModel(nn.Module):
                 f"{self.name} computes {expected.shape[1]} logits; vocab_size in config.json is "
                 f"{self.facts.vocab}"
             )
-        use_fast_linear(tail)
+        use_fast_modules(tail, self.scope.ops)
         self.place_cache()
         setattr(tail, tail.base_model_prefix, _PassThrough())
         if not self.matches(expected, trial):
