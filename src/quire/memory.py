@@ -37,12 +37,13 @@ overhead of Python calls does not matter."""
 NUM_OFFLOAD_BUFFERS = 2
 """Number of device buffers for offloaded layers: one layer computes while the next is copied."""
 _CHECKPOINT_SHARE = 4
-"""Checkpoints of SSM states get at most 1/4 of the memory that the states of running requests leave."""
+"""Checkpoints of SSM states in the prefix cache get at most 1 / this number of the memory that the states of
+running requests leave."""
 _MAX_CHECKPOINTS = 4096
 """Maximum number of checkpoints of SSM states."""
 _TAPED_TIMES = 2
-"""Memory pool of the recorded CPU decode steps, relative to their activations: its blocks are powers of two,
-and it may first fill with blocks for smaller steps."""
+"""Size of the memory pool of recorded CPU decode steps, as a multiple of the activations of the largest step.
+Blocks are powers of two, and the pool may first fill with blocks for smaller steps."""
 
 
 def human(num_bytes: float) -> str:
@@ -75,7 +76,7 @@ def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
 def ladder(largest: int) -> list[int]:
     """Return the batch sizes up to `largest` for which decode steps are captured as CUDA graphs. Up to 128,
     padding a batch to the next size costs little time, because memory bandwidth limits the step. Above that,
-    the steps between sizes are small relative to the size."""
+    the next size is at most a quarter larger."""
     sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64), *range(640, 1025, 128)]
     return sorted({min(size, largest) for size in sizes})
 
@@ -156,7 +157,8 @@ def _widest(facts: ArchFacts) -> int:
 
 
 def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
-    """Return the bytes of the (token, expert) pairs in float32: input, intermediate and output."""
+    """Return the bytes of the (token, expert) pairs that a mixture of experts computes together, in float32:
+    input, intermediate values and output."""
     if facts.moe is None:
         return 0
     pairs = min(num_tokens * facts.moe.routing.per_token, _PAIRS_AT_ONCE)
@@ -216,7 +218,7 @@ class CacheSize:
     num_bytes: int = 0
     """Bytes of the KV blocks and of the SSM states of running requests."""
     num_checkpoints: int = 0
-    """Number of checkpoints of SSM states that fit."""
+    """Number of checkpoints of SSM states in the prefix cache that fit."""
     checkpoint_bytes: int = 0
     """Bytes of one checkpoint of SSM states."""
 

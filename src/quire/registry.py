@@ -44,7 +44,8 @@ class LazyTable(Mapping[str, Any]):
 
 
 def check_target(what: str, target: Any) -> Any:
-    """Return `target` if it is an object that can be called, or a string `"module:Class"`."""
+    """Return `target` if it is an object that can be called, or a string `"module:Class"`; otherwise raise.
+    `what` names the entry in the error."""
     if isinstance(target, str) and not _TARGET.fullmatch(target):
         raise ConfigError(f"the {what} is registered as {target!r}, expected 'module:Class'")
     if not isinstance(target, str) and not callable(target):

@@ -43,7 +43,7 @@ class AttentionSpec:
     chunked: bool = False
     """Whether tokens attend only within chunks of `window` positions, counted from the first token."""
     cache_dtype: torch.dtype | None = None
-    """KV cache dtype, for the choice of a backend; None for `dtype`."""
+    """KV cache dtype, on which the choice of a backend depends; None if it equals `dtype`."""
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -67,7 +67,8 @@ class AttentionBackend(Protocol):
         """Return the reason why this backend does not support `spec` on `machine`; None if it does."""
 
     def plan(self, batch: Batch) -> None:
-        """Set `batch.attention`, once per step before the first layer."""
+        """Compute the metadata that `forward` needs for this batch and store it in `batch.attention`; called
+        once per step, before the first layer."""
 
     def forward(
         self,
@@ -79,8 +80,9 @@ class AttentionBackend(Protocol):
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """Attend with queries [T, heads, head_dim] and return the same shape. `sinks` [heads] are softmax
-        logits without a value. `alibi_slopes` [heads] are float32 ALiBi slopes."""
+        """Return the attention output [T, heads, head_dim] of queries `q` of the same shape over the paged
+        cache. `sinks` [heads] are logits that join the softmax without a value. `alibi_slopes` [heads] are
+        float32."""
 
 
 def named(dtype: torch.dtype | None) -> str:
@@ -98,7 +100,8 @@ def why_no_gpu(machine: Machine) -> str | None:
 
 
 def why_no_package(spec: AttentionSpec) -> str | None:
-    """Return the reason why external attention packages do not support `spec`; None if they may."""
+    """Return the reason why neither flash_attn nor flashinfer can compute `spec`; None if `spec` rules out
+    neither."""
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"computes float16 and bfloat16, not {named(spec.dtype)}"
     if spec.bidirectional:

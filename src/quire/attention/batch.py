@@ -11,7 +11,7 @@ from quire.parallel.all2all import EPTokens
 
 
 class LoRATokens(NamedTuple):
-    """LoRA adapter slots of tokens of a step, at least one of which has an adapter."""
+    """LoRA adapter slot of each token of a forward pass in which at least one token has an adapter."""
 
     slots: Tensor
     """[T] int32, adapter slot of each token, -1 for none"""
@@ -23,7 +23,8 @@ class LoRATokens(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """T tokens of B sequences, concatenated. `_host` fields are copies in host memory."""
+    """Inputs of one forward pass over T tokens of B sequences, which are concatenated. Fields that end in
+    `_host` are in host memory."""
 
     token_ids: Tensor
     """[T] int64"""
@@ -32,7 +33,8 @@ class Batch:
     slots: Tensor
     """[T] int64, cache slot of each token (block id * block size + offset); not written if negative"""
     query_starts: Tensor
-    """[B + 1] int32, first token of each sequence in this batch"""
+    """[B + 1] int32, index in this batch of the first token of each sequence, and the end of the last
+    sequence"""
     seq_lens: Tensor
     """[B] int32, length of each sequence including the tokens of this batch; 0 is padding"""
     rows: Tensor
@@ -40,14 +42,15 @@ class Batch:
     block_tables: Tensor
     """[rows, blocks of the longest sequence] int32; entries beyond a sequence are undefined"""
     logit_tokens: Tensor
-    """[N] int64, the tokens of this batch that need logits"""
+    """[N] int64, indices of the tokens of this batch whose logits are computed"""
     query_lens_host: NDArray[np.int32]
     seq_lens_host: NDArray[np.int32]
     mrope_positions: Tensor | None = None
     """int64, RoPE positions that differ from `positions`: [T], or [3, T] M-RoPE positions of time, height and
     width"""
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By `Rope` module: the cos/sin table of the batch's M-RoPE positions, and each token's row in it."""
+    """M-RoPE tables by `Rope` module: cosines and sines of the batch's positions, and each token's row in
+    them."""
     are_decodes: bool = False
     """Whether each sequence is a decode, with or without draft tokens. `query_lens_host` is valid then, but
     `seq_lens_host` is not: the step runs in a CUDA graph, or draft tokens were counted on the device only."""
@@ -58,13 +61,14 @@ class Batch:
     token_types: Tensor | None = None
     """[T] int64, token type ids of models that read pairs of texts: 1 for the second text"""
     embeds: tuple[Tensor, Tensor] | None = None
-    """[K] int64 tokens with embeddings in place of ids, and [K, hidden] the embeddings"""
+    """Indices [K] int64 of the tokens that have input embeddings instead of ids, and these embeddings [K,
+    hidden]"""
     last_visible: Tensor | None = None
     """[T] int32, last position that each token attends to, non-decreasing in a sequence; None if causal"""
     lora: LoRATokens | None = None
     """Adapter slots of the tokens; None if no token has an adapter."""
     logit_lora: LoRATokens | None = None
-    """Adapter slots of `logit_tokens`."""
+    """Adapter slots of the tokens in `logit_tokens`; None if no token of the batch has an adapter."""
     intermediate_tensors: Tensor | None = None
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""
@@ -79,7 +83,8 @@ class Batch:
     state: Any = None
     """Metadata of SSM layers, built once per step."""
     others: "tuple[Batch, ...]" = ()
-    """The batch of each further KV cache group: slots, block tables and attention metadata differ."""
+    """Batches of the same tokens for the second and later KV cache groups; slots, block tables and attention
+    metadata differ."""
 
     @property
     def groups(self) -> "tuple[Batch, ...]":

@@ -29,7 +29,8 @@ _BLOCK = 16
 
 
 class CPUMLA(TorchMLA):
-    """Latent attention by native CPU kernels: cache write, absorb, release, and paged attention."""
+    """MLA by native CPU kernels, which write the cache, project queries and outputs, and compute paged
+    attention."""
 
     needs_transposed_lora = True
 
@@ -127,7 +128,9 @@ def _attend_expanded(
 def _gather_latents(
     cache: Tensor, batch: Batch, dtype: torch.dtype, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Copy the latents of all sequences to consecutive blocks; return rows, block tables and latents."""
+    """Copy the latents and RoPE keys of all sequences, dequantized to `dtype`, to consecutive blocks of a
+    temporary cache. Return the sequences' rows in its block tables, the block tables, and the cache [slots,
+    width]."""
     lens = batch.seq_lens_host
     widths = -(-lens // _BLOCK)
     firsts = np.cumsum(widths) - widths
@@ -142,7 +145,8 @@ def _gather_latents(
 
 
 def _first_tokens(batch: Batch) -> Tensor:
-    """Return, for each gathered latent, the index in the batch of the first token of its sequence."""
+    """Return for each slot of the cache of `_gather_latents` the index in the batch of the first token of the
+    slot's sequence."""
     num_keys = -(-batch.seq_lens_host // _BLOCK) * _BLOCK
     return torch.from_numpy(np.repeat(np.cumsum(batch.query_lens_host) - batch.query_lens_host, num_keys))
 
@@ -150,7 +154,8 @@ def _first_tokens(batch: Batch) -> Tensor:
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, batch: Batch, scale: float, cache_scale: float = 1.0
 ) -> Tensor:
-    """Compute attention of q [T, heads, head_dim] over paged keys and values."""
+    """Return the attention output of `q` [T, heads, head_dim], in the same shape, over paged keys and values,
+    which are stored divided by `cache_scale`."""
     (_, heads, head_dim), kv_heads = q.shape, keys.shape[2]
     spec = AttentionSpec(heads, kv_heads, head_dim, q.dtype, scale=scale)
     spec = replace(spec, k_scale=cache_scale, v_scale=cache_scale)
@@ -158,7 +163,8 @@ def _attend(
 
 
 def _select_sequences(batch: Batch, seqs: NDArray[np.intp]) -> tuple[Tensor, Batch]:
-    """Return the token indices of some sequences of a batch, and a batch of only these sequences."""
+    """Return the indices of the tokens of the sequences `seqs` in a batch, and a batch of only these
+    sequences, for attention."""
     lens = batch.query_lens_host[seqs]
     starts = np.concatenate(([0], np.cumsum(lens)))
     firsts = np.cumsum(batch.query_lens_host)[seqs] - lens

@@ -18,7 +18,8 @@ _WORKSPACE_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class _Step:
-    """flashinfer's wrappers, planned for this batch, by layer parameters, block size and cache dtype."""
+    """flashinfer's wrappers that are planned for the current batch, by layer parameters, block size and cache
+    dtype."""
 
     wrappers: dict[tuple[AttentionSpec, int, torch.dtype], Any] = field(default_factory=dict)
 
@@ -87,7 +88,8 @@ class FlashInfer:
 
 
 def _pages(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the start of each sequence in the list of blocks, the list, and the lengths of last blocks."""
+    """Return the cache blocks of all sequences in flashinfer's format: the start of each sequence in the list
+    of block ids, this list, and the number of tokens in each sequence's last block."""
     lens = batch.seq_lens_host
     counts = -(-lens // block_size)
     starts = np.concatenate(([0], np.cumsum(counts)))

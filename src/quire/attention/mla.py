@@ -87,7 +87,7 @@ class MLALoRA(NamedTuple):
     ops: Ops
 
     def of(self, tokens: Tensor) -> "MLALoRA":
-        """Return the same factors with the adapter slots of some of the tokens."""
+        """Return the same factors with the adapter slots of only those tokens whose indices are `tokens`."""
         return self._replace(slots=self.slots[tokens])
 
     def by_heads(self, spec: MLASpec) -> tuple[Tensor, Tensor]:
@@ -96,15 +96,15 @@ class MLALoRA(NamedTuple):
         return keys, values
 
     def select(self, ranks: Tensor) -> Tensor:
-        """Return `ranks` [T, heads, slots, adapter's rank] with zeros in all slots but the one of each
-        token's adapter."""
+        """Return `ranks` [T, heads, slots, adapter's rank], which has a projection by the adapter of every
+        slot, with zeros except in the slot of each token's adapter."""
         all_slots = torch.arange(len(self.a), device=ranks.device)
         return torch.where((self.slots[:, None] == all_slots)[:, None, :, None], ranks, 0.0)
 
     def add(self, kv: Tensor, latents: Tensor, first: int, owners: Tensor) -> None:
-        """Apply the adapters to `latents` [keys, rank] and add their outputs from index `first` on to `kv`
-        [keys, outputs]. `owners` [keys] holds for each key the index of a token of its sequence, which has
-        the sequence's adapter slot."""
+        """Add the LoRA outputs for `latents` [keys, rank] to `kv` [keys, outputs], which has the outputs of
+        kv_b_proj from index `first` on. `owners` [keys] is for each key the index of a token of its sequence,
+        which has the sequence's adapter slot."""
         b, size = self.b[:, first : first + kv.shape[1]], kv.shape[1]
         assigned = self.ops.assigned(self.slots[owners], len(self.a))
         self.ops.lora(kv, latents, self.a, b, (size,), assigned)
@@ -120,7 +120,8 @@ def choose(device: torch.device, dtype: torch.dtype) -> "MLABackend":
 
 
 def absorb(q: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = None) -> Tensor:
-    """Project [T, heads, query_dim] queries into the latent space: [T, heads, rank]."""
+    """Project the queries [T, heads, query_dim] without their RoPE part into the latent space, [T, heads,
+    rank], by the key part of `weight` (kv_b_proj)."""
     plain = q[..., : spec.nope_dim]
     out = bmm(plain.transpose(0, 1), weight[:, : spec.nope_dim]).transpose(0, 1)
     if adapted is None:
@@ -131,7 +132,8 @@ def absorb(q: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = N
 
 
 def release(mixed: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = None) -> Tensor:
-    """Expand weighted sums of latents [T, heads, rank] to values [T, heads, v_dim]."""
+    """Expand attention outputs in the latent space, `mixed` [T, heads, rank], to values [T, heads, v_dim] by
+    the value part of `weight` (kv_b_proj)."""
     out = mixed.new_empty(len(mixed), mixed.shape[1], spec.v_dim)
     bmm(mixed.transpose(0, 1), weight[:, spec.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
     if adapted is None:
@@ -142,14 +144,14 @@ def release(mixed: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | Non
 
 
 class TorchMLA:
-    """Latent attention in plain torch, on any device: the reference."""
+    """MLA in plain torch, on any device: the reference for the kernels."""
 
     needs_transposed_lora = False
     """Whether this implementation needs `MLALoRA.transposed`."""
 
     def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
-        """Rotate [T, heads, query_dim] queries in place; norm the latents and rotate the keys of `kv`
-        [T, width], and write both to their slots."""
+        """Apply RoPE to the queries [T, heads, query_dim] in place. Normalize the latents and apply RoPE to
+        the keys of `kv` [T, width], and write both to the cache slots of `entry`."""
         cos, sin = entry.table[entry.positions][:, None].chunk(2, -1)
         latent, key = kv.split([spec.rank, spec.rope_dim], -1)
         normed = Reference().norm(latent, entry.norm, entry.eps)
@@ -173,7 +175,8 @@ class TorchMLA:
         return release(mixed, weight, spec, adapted)
 
     def mix(self, queries: Tensor, cache: Tensor, batch: Batch, spec: MLASpec) -> Tensor:
-        """Attend with [T, heads, width] queries to one KV head, where keys and values are the same."""
+        """Return the attention output [T, heads, width] of latent-space queries of this shape over `cache`, a
+        single KV head whose keys and values are the same."""
         batch, backend = replace(batch, others=()), TorchSDPA()
         backend.plan(batch)
         mqa = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
@@ -182,11 +185,12 @@ class TorchMLA:
 
 
 MLABackend = TorchMLA
-"""Interface of every implementation, which is that of the reference."""
+"""Interface of every MLA implementation: the methods of the torch reference."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    """Rotate [T, heads, rope_dim] by angles [T, 1, rope_dim / 2]."""
+    """Apply RoPE to x [T, heads, rope_dim] with cosines and sines [T, 1, rope_dim / 2]; for `neighbours` see
+    `MLASpec`."""
     if not neighbours:
         left, right = x.chunk(2, -1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)

@@ -17,7 +17,7 @@ _SCORES_BYTES = 64 << 20
 
 
 class SparseIndices(NamedTuple):
-    """The tokens that each token attends to."""
+    """Cache slots of the earlier tokens that the indexer has selected for each token to attend to."""
 
     slots: Tensor
     """[T, top_k] int32 cache slots, best first; valid up to `lens`"""
@@ -25,8 +25,8 @@ class SparseIndices(NamedTuple):
     """[T] int32, number of valid slots"""
 
     def as_batch(self, batch: Batch) -> Batch:
-        """Return a batch for attention to these tokens: each token is a sequence, with blocks of one
-        token."""
+        """Return a batch with which a backend attends to the selected tokens: each token is a sequence of its
+        own, whose block table lists the selected slots as blocks of one token."""
         num, most = self.slots.shape
         tokens = torch.arange(num + 1, dtype=torch.int32, device=self.slots.device)
         lens = np.full(num, most, np.int32) if self.lens.is_cuda else self.lens.numpy()
@@ -74,7 +74,9 @@ def select(q: Tensor, weights: Tensor, keys: Tensor, batch: Batch, most: int) ->
 def _compute_scores(
     q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, num_keys: Tensor, width: int
 ) -> Tensor:
-    """Return [T, width] float32 scores of the keys of each token's row; -inf from `num_keys` on."""
+    """Return float32 scores [T, width] of the cached keys at the first `width` positions of each token's
+    sequence. `rows` [T] are rows of the block tables `tables`. Scores from position `num_keys` [T] on are
+    -inf."""
     if not q.is_cuda:
         return reference(q, weights, keys, tables, rows, num_keys, width)
     from quire.kernels.triton.sparse_indexer import scores
@@ -85,7 +87,7 @@ def _compute_scores(
 def reference(
     q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, num_keys: Tensor, width: int
 ) -> Tensor:
-    """Compute the scores in plain torch, row by row."""
+    """Compute the scores of `_compute_scores` in plain torch, for one sequence after the other."""
     out = torch.full((len(q), width), -torch.inf, device=q.device)
     size, flat = keys.shape[1], keys.flatten(0, 1)
     unique_rows, counts = torch.unique_consecutive(rows, return_counts=True)

@@ -23,7 +23,7 @@ _MAX_MASK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """N sequences with Q queries each, all padded to L keys."""
+    """Group of N sequences that are computed together: Q queries each, and keys padded to length L."""
 
     tokens: Tensor | slice
     """Indices of the N * Q queries in the batch."""
@@ -34,11 +34,12 @@ class _Span:
     distances: Tensor
     """[N, Q, L], position of each query minus position of each key"""
     causal: bool = False
-    """Whether Q == L and attention is causal; without this and without a mask all keys are attended to."""
+    """Whether attention is causal, which requires Q == L. If false and without a mask, all queries attend to
+    all keys."""
 
 
 class _Window(NamedTuple):
-    """Sliding window or attention chunk of a layer."""
+    """Sliding window or attention chunk of a layer; a `size` of None means full attention."""
 
     size: int | None
     chunked: bool
@@ -52,7 +53,7 @@ class _Window(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """A batch, and its sequences grouped into spans, by block size and window of the layer."""
+    """A batch, and its division into spans (groups of sequences) by block size and window of the layer."""
 
     batch: Batch
     spans: dict[tuple[int, _Window], list[_Span]] = field(default_factory=dict)
@@ -68,7 +69,8 @@ class _Step:
 
 
 class TorchSDPA:
-    """Attention by torch over gathered keys: the reference."""
+    """Attention in torch over keys and values gathered from the paged cache: the reference for all
+    backends."""
 
     name = "TORCH_SDPA"
     capturable = captures_prompts = False
@@ -219,8 +221,8 @@ def _chunk_spans(batch: Batch, block_size: int, window: _Window) -> list[_Span]:
 def _chunk_span(
     batch: Batch, row: int, tokens: slice, first_query: int, whole: bool, block_size: int, window: _Window
 ) -> _Span:
-    """Build a span of the queries from position `first_query` on; `whole` means that these are the whole
-    sequence."""
+    """Build a span of one sequence's queries from position `first_query` on. `whole` means that they are the
+    whole sequence, so that causal attention needs no mask."""
     device = batch.slots.device
     end = first_query + tokens.stop - tokens.start
     num_keys = end if batch.last_visible is None else int(batch.seq_lens_host[row])

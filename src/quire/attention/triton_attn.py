@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from quire.kernels.triton.attention_launch import AttentionArgs, AttentionLayer
 
 MOST_ROWS = 128
-"""Maximum rows per KV head (queries times query heads) of a decode with draft tokens in the decode kernel."""
+"""Maximum rows per KV head (queries times query heads of a KV head) with which decodes with draft tokens use
+the decode kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class _Split:
     """[num_few] int32: sequences with few queries; None for all sequences of the batch."""
     num_few: int
     tiles: Tensor | None
-    """[tiles, 2] int32: query tiles of the other sequences, as (sequence, first query); None if no tiles."""
+    """[tiles, 2] int32: query tiles of the sequences with more queries, as (sequence, first query); None if
+    there are none."""
 
 
 @dataclass(slots=True)
@@ -39,8 +41,8 @@ class _Step:
     splits: dict[tuple[int, int], _Split] = field(default_factory=dict)
 
     def split(self, few: int, tile: int) -> _Split:
-        """Split the batch into sequences with at most `few` queries, and tiles of `tile` queries of the
-        others. The result is cached for the other layers."""
+        """Assign sequences with at most `few` queries to the decode kernel, and the others, in tiles of
+        `tile` queries, to the prompt kernel. The result is cached for the next layers of the step."""
         if (few, tile) not in self.splits:
             self.splits[few, tile] = _split(self.batch, few, tile)
         return self.splits[few, tile]
@@ -73,7 +75,8 @@ _split_cached = cache(_split_on_host)
 
 
 def _split_on_device(query_starts: Tensor, num_tokens: int, few: int, tile: int) -> _Split:
-    """Split by the lengths on the device, with the maximum number of tiles, some of which are empty."""
+    """Compute the `_Split` on the device, if the host does not know the lengths. It has the maximum number of
+    tiles, some of which are empty."""
     lens, last = query_starts.diff(), len(query_starts) - 2
     index = torch.arange(last + 1, device=lens.device)
     pads = index == last

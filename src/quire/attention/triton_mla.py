@@ -50,7 +50,8 @@ class _Round(NamedTuple):
 
 
 class _PromptSplit(NamedTuple):
-    """Assignment of the sequences of a batch with prompts to kernels."""
+    """Assignment of a batch's sequences to kernels: those with few queries to attention in latent space,
+    prompts to rounds of attention with expanded keys."""
 
     few: _Few | None
     rounds: list[_Round]
@@ -176,7 +177,8 @@ def _seqs(batch: Batch) -> AttentionSeqs:
 def _split(
     query_lens: bytes, seq_lens: bytes, tile: int, most_keys: int, device: torch.device
 ) -> _PromptSplit:
-    """Assign the sequences to kernels. The split is cached, because all layers of a step use the same one."""
+    """Assign sequences with few queries to attention in latent space, and the others to rounds of at most
+    `most_keys` expanded keys and tiles of `tile` queries. The result is cached for all layers of a step."""
     queries, keys = (np.frombuffer(lens, np.int32) for lens in (query_lens, seq_lens))
     rounds: list[list[int]] = []
     room = 0
@@ -211,7 +213,8 @@ def _build_round(
 
 
 def _build_tiles(seqs: NDArray[np.intp], lens: NDArray[np.int32], tile: int) -> NDArray[np.intp]:
-    """Return [tiles, 3]: the sequence, the tile's first token in it, and the sequence's index in `seqs`."""
+    """Divide sequences with `lens` tokens into tiles of `tile` tokens. Return [tiles, 3]: the sequence, the
+    tile's first token in it, and the sequence's index in `seqs`."""
     counts = -(-lens // tile)
     index = np.repeat(np.arange(len(seqs)), counts)
     firsts = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile

@@ -22,7 +22,8 @@ _read = msgspec.json.Decoder(_Entry).decode
 
 
 class Journal:
-    """The file of finished answers. One process may open it at a time."""
+    """File of the finished answers of a batch, which is kept until the output is written. One process may
+    open it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,7 +78,8 @@ class Journal:
         return file
 
     def _load(self) -> int:
-        """Read the finished answers. The file is truncated at the first damaged line."""
+        """Read the finished answers, truncate the file at the first damaged line, and return its size in
+        bytes."""
         self._file.seek(0)
         end = 0
         for line in self._file:

@@ -21,7 +21,7 @@ class BatchRequest(msgspec.Struct, frozen=True):
     custom_id: str
     url: str
     body: msgspec.Raw
-    """Unparsed JSON."""
+    """Body of the request to the endpoint `url`, as unparsed JSON."""
     method: str = "POST"
 
 
@@ -136,7 +136,7 @@ def _check_line(content: bytes) -> tuple[str | None, str | None]:
 
 
 def _id_of(content: bytes) -> str | None:
-    """Return the custom_id of an invalid line."""
+    """Return the custom_id of a line that is not a valid request; None if it has none."""
     try:
         value = _read_any(content).get("custom_id")
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 @asynccontextmanager
 async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
-    """Open the transport to the server or to an engine of this process."""
+    """Open the transport to the server at `--url`, or without this option to an engine in this process."""
     if args.url is None:
         load_plugins()  # plugins may register parsers that the settings name
     engine_args, settings = engine_args_from(args), server_settings(args)

@@ -22,7 +22,7 @@ class BatchAnswer:
 
 
 class Transport(Protocol):
-    """Sends requests to an engine."""
+    """Interface of the transports, which send requests to a server or to an application in this process."""
 
     async def send(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
         """Post JSON and return the whole answer. Raises ServerGone if there is none."""

@@ -271,5 +271,6 @@ def _flag(name: str) -> str:
 
 
 def first_fields(hint: str, name: str) -> dict[str, Any]:
-    """Return the request fields that name its session, as `hint` selects: `session`, `key`, or no field."""
+    """Return the fields that tell the server the session `name` of a request, as `hint` selects: `session`,
+    `key`, or no field."""
     return {"session": {"session_id": name}, "key": {"prompt_cache_key": name}}.get(hint, {})

@@ -123,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Bench:
-    """The default engine, and other engines while they are measured."""
+    """Measures optimizations. The engine with default settings stays open; engines with changed settings are
+    open while they are measured."""
 
     def __init__(self, engine_args: Settings, size: str | None) -> None:
         self._engine_args = dict(engine_args)
@@ -275,7 +276,8 @@ def _beside_long_prompts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _step(llm: LLM, counts: dict[str, int]) -> set[str]:
-    """Run a step and return the ids of requests with new output."""
+    """Run an engine step and return the ids of requests with new output. Their numbers of output tokens are
+    updated in `counts`, for the requests that it contains."""
     outputs = llm.llm_engine.step()
     for output in outputs:
         if output.request_id in counts:
@@ -289,7 +291,8 @@ def _one_stream(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _long_contexts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
-    """Use the same prompts in each turn, so that only the first turn computes them."""
+    """Measure decoding after long prompts. Each turn has the same prompts, so that only the first turn
+    computes them."""
     draw = random.Random(0)
     prompts = [_prompt(draw, sizes.context) for _ in range(sizes.streams)]
     return _decode(llm, prompts, sizes.answer // 2)
@@ -313,7 +316,8 @@ def _encode_images(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _weights(bench: Bench) -> OnOffPart:
-    """Compare packed and dequantized weights of a GGUF file; for other models fp8 and unquantized weights."""
+    """Return the comparison of packed and dequantized weights of a GGUF file, or for other models of fp8 and
+    unquantized weights."""
     if bench.is_gguf:
         change: dict[str, Settings] = {"off": {"quantization": "none"}, "on": {}}
         name = "packed weights (GGUF)"

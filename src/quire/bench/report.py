@@ -54,7 +54,7 @@ def summarise(
 
 
 def detailed(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Return one entry per request, for `--save-detailed`."""
+    """Return lists with one entry per request, by their names in the result file, for `--save-detailed`."""
     return {
         "input_lens": [record.prompt_len for record in records],
         "output_lens": [record.output_len for record in records],

@@ -31,18 +31,20 @@ _GRAPH_TOKENS = 1024
 
 
 class SimulatedGpu(NamedTuple):
-    """Seconds of a step: constant, by decode, by token of their contexts, constant of a step with prompt
-    tokens, by prompt token, and by pair of a prompt token and a token before it."""
+    """Cost model of a GPU. `costs` are the seconds per step, per decoding request, per token of the contexts
+    of those requests, per step with prompt tokens, per prompt token, and per pair of a prompt token and a
+    token before it."""
 
     costs: tuple[float, ...]
     start_s: float
-    """Seconds of attention by token before a prompt's tokens, however few these are."""
+    """Least seconds of attention for a chunk of a prompt, per token before the chunk."""
     eager_s: float
-    """Seconds of a step that is too large for a CUDA graph, which the host needs to launch it."""
+    """Least seconds of a step that is too large for a CUDA graph: the host needs them to launch its
+    kernels."""
     ttft_s: float
-    """Target of short prompts."""
+    """Latency target of the first token after short prompts, in seconds."""
     long_ttft_s: float
-    """Target of long prompts."""
+    """Latency target of the first token after long prompts, in seconds."""
     itl_s: float
 
     def seconds(self, plan: StepPlan, starts: np.ndarray, noise: float) -> float:

@@ -40,7 +40,7 @@ class Draft:
     """The draft model, which runs on the device of the target model."""
 
     method: str
-    """One of METHODS."""
+    """Speculation method, one of METHODS."""
     checkpoint: Checkpoint
     """Checkpoint of the draft; for `mtp` the target's checkpoint, but its `facts` describe the MTP layer."""
     num_tokens: int

@@ -56,8 +56,8 @@ class LayerFacts:
     mixer: str = "attention"
     """The part of the layer before the feed-forward part: attention | latent (MLA) | selective (Mamba) |
     mamba (Mamba-2) | delta (gated delta rule) | lightning (lightning attention) | conv (short convolution) |
-    attention+mamba (both in parallel) | none (feed-forward part only) | transformers (the package's code and
-    cache)"""
+    attention+mamba (both in parallel) | none (feed-forward part only) | transformers (code and KV cache of
+    the transformers package)"""
     moe: bool = False
     """Whether the feed-forward part is a mixture of experts."""
     heads: int = 0
@@ -320,9 +320,10 @@ class MediaFacts:
     """The multimodal inputs of a model."""
 
     family: str
-    """Key of `MEDIA_CODE` in `checkpoint/multimodal/`."""
+    """Family of multimodal models, a key of `MEDIA_CODE` (processor and encoder) in
+    `checkpoint/multimodal/`."""
     modalities: tuple[str, ...]
-    """image | video | audio"""
+    """Modalities that the model accepts: image | video | audio"""
     tower: Any
     """Sizes and settings of the encoders: a frozen dataclass of the family in `checkpoint/multimodal/`."""
     levels: int = 0

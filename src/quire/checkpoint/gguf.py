@@ -21,7 +21,7 @@ _MAX_ARRAY_DEPTH = 8
 _MAX_ALIGNMENT = 1 << 20
 _NUM_NAMED = 5
 _MAX_LIST = 1000
-"""Number of strings from which an array of strings is decoded only when it is used."""
+"""Arrays of more strings than this number are decoded only when they are used."""
 
 SAMPLING_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
@@ -237,7 +237,7 @@ class _Header:
 
     def count(self, of: str, number: int, item_bytes: int) -> int:
         """Return `number`, or raise if the rest of the file is too short for that many items of at least
-        `item_bytes`."""
+        `item_bytes`; `of` names the items in the error."""
         remaining = self.size - self.at
         if number > remaining // item_bytes:
             raise self.bad(

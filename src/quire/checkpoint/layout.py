@@ -12,9 +12,8 @@ _MAX_SHARED_FRACTION = 0.75
 """Layers with pages of different sizes share cache tensors if that takes less than this fraction of the
 memory of separate tensors."""
 _MAX_WASTE = 1.25
-"""Limit for the size of layer groups, as a factor. Layers with one window and page size are a kind. If the
-largest kind has less than this factor times the layers of the smallest kind, groups are as large as the
-largest kind, otherwise as large as the smallest."""
+"""Layers with equal windows and page sizes are split into cache groups of one size: the largest number of
+such layers if it is less than this factor times the smallest number, otherwise the smallest number."""
 INT8_CACHE = "int8_per_token_head"
 """KV cache dtype with a scale for each token and head."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, INT8_CACHE: 1}
@@ -37,15 +36,15 @@ class CacheSpec:
     """full | window | latent: a paged cache with a size per token; state | cross_attention: a fixed size per
     row"""
     planes: int = 2
-    """Number of tensors of the layer's pages: two for keys and values, one for MLA latents."""
+    """Number of planes, the tensors that make up a page: two (keys and values), or one for MLA latents."""
     elements: int = 0
-    """Elements per token and plane; for `cross_attention` per row."""
+    """Elements per token in one plane (keys, values or MLA latents); for `cross_attention` per row."""
     window: int | None = None
     """Sliding window in tokens, the token itself included; None: full attention."""
     bytes_per_row: int = 0
     """Bytes of the SSM state of a row, which a layer may have in addition to pages; 0: there is none."""
     heads: int = field(default=0, compare=False)
-    """KV heads per token and plane; 0 for caches without heads."""
+    """Number of KV heads; 0 for caches without heads."""
 
     def stored_as(self, kv_dtype: str) -> "CacheSpec":
         """Return the spec for a KV cache dtype. For int8, the `elements` include the scales of all
@@ -122,8 +121,8 @@ class CacheLayout:
 
     @property
     def parts(self) -> dict[int, tuple[int, int]]:
-        """Map each layer with a paged cache to (its index among the layers of its group in the same slab, the
-        number of these layers)."""
+        """Map each layer with a paged cache to (index, count): its place among the layers of its group that
+        lie side by side in the same slab (cache tensor), and the number of these layers."""
         return {
             layer: (at % self._layers_per_slab(group), self._layers_per_slab(group))
             for group in self.groups
@@ -140,7 +139,8 @@ class CacheLayout:
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Map each layer with a paged cache to the indices of its group and its slab."""
+        """Map each layer with a paged cache to (index of its group, index of its slab); a slab is a
+        cache tensor."""
         if self.largest:
             return {
                 layer: (number, at // self._layers_per_slab(group))
@@ -158,8 +158,8 @@ class CacheLayout:
 
     @property
     def _pages(self) -> dict[tuple[int, int], int]:
-        """Map each page size to its number of slabs, which is the largest number of such layers in one
-        group."""
+        """Map each page size to its number of slabs (cache tensors): the largest number of layers with this
+        page size in one group."""
         most = Counter[tuple[int, int]]()
         for group in self.groups:
             most |= Counter(self._page(layer) for layer in group.layers)

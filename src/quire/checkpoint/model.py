@@ -46,7 +46,7 @@ class Checkpoint:
     path: Path
     """A directory with config.json, or a .gguf file."""
     format: str
-    """`hf` or `gguf`."""
+    """Format of the files: `hf` (a directory with config.json) or `gguf`."""
     facts: ArchFacts
     dtype: str
     """float32, float16 or bfloat16, from the checkpoint; float32 for a GGUF file."""

@@ -28,7 +28,7 @@ NUM_READERS = 16
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Extra of Quire that installs the fsspec driver, by URL scheme."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://[^:]+(:\d+)?[^:]*")
-"""A URL without `::`, which would name a file inside an archive."""
+"""Pattern of a supported URL. It has no `::`, which would name a file inside an archive."""
 _VERSION_KEYS = (
     *("ETag", "etag", "generation", "md5Hash", "content_md5"),
     *("mtime", "LastModified", "last_modified", "updated", "modified", "created"),

@@ -53,7 +53,7 @@ _POOLER_KEYS = {
     **dict.fromkeys(("normalize", "softmax", "activation", "use_activation"), "use_activation"),
     **{name: name for name in ("dimensions", "step_tag_id", "returned_token_ids")},
 }
-"""Maps keys of `pooler_config` to names of settings."""
+"""Maps keys of `pooler_config` to fields of PoolingFacts."""
 _AS_STORED = ("is_matryoshka", "matryoshka_dimensions", "label_tokens", "two_way", "instructions")
 
 
@@ -91,7 +91,8 @@ class StoredPooling:
     task_heads: tuple[TaskHead, ...] = ()
     """Output layer of each task, for models with several output layers; the first task is the default."""
     head: str = ""
-    """Head of a token classifier: tokens | reward | value, a key of the table in `models/`."""
+    """Head of a token classifier: tokens | reward | value, keys of `_HEADS` in `models/pooling.py`; empty:
+    the model is no token classifier."""
     is_raw: bool = False
     """Classifiers: whether logits are returned without activation unless a request sets it."""
     temperature: float = 1.0
@@ -132,15 +133,15 @@ class PoolingFacts:
     dense: tuple[DenseFacts, ...] = ()
     task_heads: tuple[TaskHead, ...] = ()
     head: str = ""
-    """Head of a token classifier, which has no output for a whole sequence: a key of the table in
-    `models/`."""
+    """Head of a token classifier, which has no output for a whole sequence: a key of `_HEADS` in
+    `models/pooling.py`; empty: the model is no token classifier."""
     temperature: float = 1.0
     by_token: bool = False
     """Whether a request without a task gets outputs per token."""
     token_type: str = "ALL"
-    """Tokens with outputs: `ALL` tokens, or those that end a step of a reasoning (`STEP`)."""
+    """Tokens with outputs: `ALL` tokens, or those that end a reasoning step (`STEP`, for process rewards)."""
     step_tag_id: int | None = None
-    """Token that ends a step; None: each token has an output."""
+    """Id of the token that ends a reasoning step; None: each token has an output."""
     returned_token_ids: tuple[int, ...] = ()
     """Indices of the outputs that are returned per token; empty: all."""
     label_ids: tuple[int, ...] = ()
@@ -341,8 +342,8 @@ def _pools(stored: StoredPooling, is_encoder: bool, runner: str, convert: str) -
 def _choose_classes(
     stored: StoredPooling, convert: str, returned: tuple[int, ...]
 ) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
-    """Return the task, the class names, and the token ids whose logits score these classes. A generative
-    model can score steps by the logits of some tokens."""
+    """Return the task (embed or classify), the class names, and the token ids whose logits score the classes.
+    These are `returned` (returned_token_ids) for a generative model, otherwise empty."""
     generates = stored.architecture.endswith(GENERATIVE) and not stored.label_tokens
     label_ids = returned if generates and convert != "embed" else ()
     if convert in ("embed", "classify"):

@@ -18,7 +18,7 @@ class TaskHead:
     """The output layer of one pooling task."""
 
     task: str
-    """embed | token_embed | token_classify"""
+    """The pooling task: embed | token_embed | token_classify"""
     size: int
     """Number of outputs, of a text or of each token."""
     kind: str = ""
@@ -28,7 +28,7 @@ class TaskHead:
     """Name of the linear layer in the checkpoint; empty for other kinds."""
     bias: bool = False
     activation: str = "normalize"
-    """normalize | relu | identity"""
+    """Activation of the outputs: normalize | relu | identity"""
     reduce: str = ""
     """How the outputs of all tokens of a text are combined: `max` or `sum`; empty: the pooling type selects a
     hidden state."""

@@ -11,7 +11,8 @@ _ATTENDING = ("attention", "attention+mamba")
 
 
 class _Count(NamedTuple):
-    """A size that is divided between ranks. If `repeats`, several ranks may have the same part."""
+    """A size that is divided between tensor-parallel ranks; `what` names it in errors. If `repeats`, a size
+    below the number of ranks is possible: several ranks then have the same part."""
 
     number: int
     what: str

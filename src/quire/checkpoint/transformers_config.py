@@ -36,11 +36,14 @@ _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _UNPAGED_CODE = re.compile(
     r"recurrent_states?\b|conv_states?\b|cache_params\b|\balibi\b|position_bias\b|class \w*Cache\w*\("
 )
-"""Words in the code of models whose attention depends on more than queries, keys and values."""
+"""Pattern of words in the code of models whose attention depends on more than queries, keys and values, so
+that Quire's paged attention cannot replace it."""
 _ATTENTION_CODE = re.compile(r"ALL_ATTENTION_FUNCTIONS|AutoModel\w*\.from_config")
-"""Words in the code of models that use transformers' attention interface, or another model that does."""
+"""Pattern of words in model code that uses transformers' attention interface, or another model that does;
+Quire's paged attention can replace only such attention."""
 _UNPAGED_KINDS = frozenset({"diffllama", "doge", "hrm_text", "jetmoe"})
-"""Model types that attend twice in a layer, with their own mask, or with more heads than the config says."""
+"""Model types whose attention Quire's paged attention cannot replace: they attend twice in a layer, with
+their own mask, or with more heads than the config says."""
 
 
 def source_of(keys: ConfigReader, name: str, *, trusted: bool) -> str | None:

@@ -106,7 +106,7 @@ def _check_transfer(settings: Mapping[str, Any]) -> None:
 
 def with_installed(section: ExtensionSection, pooling: object, speculation: object) -> ExtensionSection:
     """Return the section with the logits processors of installed packages before the configured ones. For a
-    pooling model or with speculative decoding, those of packages are ignored with a warning."""
+    pooling model or with speculative decoding, processors of packages are ignored with a warning."""
     installed = installed_processors()
     if installed and (pooling is not None or speculation is not None):
         feature = "speculative decoding" if pooling is None else "a pooling model"

@@ -46,8 +46,9 @@ def default_host_bytes(free: int, cache_bytes: int, *, num_devices: int, num_eng
 def resolve_offloading(
     args: Mapping[str, Any], specs: Sequence[CacheSpec | None], machine: Machine, *, by_default: bool = True
 ) -> dict[str, Any]:
-    """Return the cache settings without the offloading that this model or device does not support. If
-    `by_default` is False, offloading to host memory is off unless its size is set."""
+    """Return the cache settings (`args`) without the offloading that the model or the device does not
+    support. `specs` are the caches of the model's layers. If `by_default` is False, offloading to host memory
+    is off unless its size is set."""
     values = dict(args)
     if values.get("kv_offloading_size") is None and (machine.device == "cpu" or not by_default):
         values["kv_offloading_size"] = 0.0

@@ -206,8 +206,8 @@ class SchedulerSection:
     """Plan the next step while the device runs this one. Default: on with CUDA. Off with pipeline stages,
     which run as many steps of different requests at once as there are stages."""
     slo_ttft_ms: Annotated[float | None, FieldRule(above=0)] = None
-    """Target of the time to the first token, in milliseconds: the prompt that must start first to meet it is
-    next. A key or a request may have its own. Default: none."""
+    """Target of the time to the first token, in milliseconds: of the waiting prompts, the one that must start
+    first to meet its target is next. A key or a request may have its own target. Default: none."""
     slo_itl_ms: Annotated[float | None, FieldRule(above=0)] = None
     """Target of the time between two tokens of an answer, in milliseconds: prompts are cut so that running
     answers meet it. Default: none."""
@@ -258,7 +258,8 @@ class ParallelSection:
     data_parallel_rpc_port: Annotated[int, FieldRule(at_least=1, at_most=65535, short="-dpp")] = 29550
     """Port on data_parallel_address where copies on other machines register."""
     data_parallel_backend: Annotated[Literal["mp", "ray"], FieldRule(short="-dpb")] = "mp"
-    """How copies are started."""
+    """How the copies of the engine are started; only processes of the operating system (`mp`) are
+    supported."""
     data_parallel_hybrid_lb: Annotated[bool, FieldRule(short="-dph")] = False
     """Every machine has API processes, which use only the copies on that machine."""
     data_parallel_external_lb: Annotated[bool, FieldRule(short="-dpe")] = False
@@ -275,7 +276,8 @@ class ParallelSection:
     enable_expert_parallel: Annotated[bool, FieldRule(short="-ep")] = False
     """Each device has some of the experts of a layer, instead of a part of each expert."""
     all2all_backend: str = "allgather_reducescatter"
-    """How tokens reach the experts on other devices, and how the results come back."""
+    """How tokens reach experts on other devices: `allgather_reducescatter` sends every token to all devices,
+    `all2all` only to the devices of its experts."""
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     """Experts of a device: consecutive experts, or every n-th expert."""
     enable_eplb: bool = False
@@ -385,10 +387,10 @@ class ObservabilitySection:
     """Logs, traces, profiles and KV events of the engine."""
 
     disable_log_stats: bool
-    """No periodic statistics. Default: off for a server, on for offline use."""
+    """Do not log periodic statistics. Default: off for a server, on for offline use."""
     otlp_traces_endpoint: str = ""
     """Endpoint for the spans of requests: `http://host:4318/v1/traces`, or by gRPC `http://host:4317`. Needs
-    the extra `otel`. Default: nowhere."""
+    the extra `otel`. Default: no spans."""
     profiler_config: dict[str, Any] = field(default_factory=dict)
     """JSON of what /start_profile records: profiler (`torch`), torch_profiler_dir, and other torch_profiler
     settings."""
@@ -403,9 +405,9 @@ class SpeculationSection:
     """Settings of speculative decoding as given by the user; `SpecFacts` is the resolved form."""
 
     speculative_config: Annotated[dict[str, Any], FieldRule(short="-sc")] = field(default_factory=dict)
-    """JSON of speculative decoding: method (`ngram`, `suffix`, `draft_model`, `eagle`, `eagle3`, `mtp`),
-    model, num_speculative_tokens, prompt_lookup_min and prompt_lookup_max, and the other keys in
-    config/speculation.py. Default: no speculation."""
+    """JSON of speculative decoding (docs/speculation.md has all keys): method (`ngram`, `suffix`,
+    `draft_model`, `eagle`, `eagle3`, `mtp`), model, num_speculative_tokens, prompt_lookup_min,
+    prompt_lookup_max. Default: no speculation."""
     spec_method: str | None = None
     """`method` of speculative_config."""
     spec_model: str | None = None

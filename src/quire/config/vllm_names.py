@@ -61,7 +61,7 @@ LISTS = frozenset(
     numa-bind-cpus numa-bind-nodes
     """.replace("-", "_").split()
 )
-"""Unsupported and ignored names that take several values."""
+"""Arguments of vLLM that Quire refuses or ignores, and that take several values."""
 
 SHORT = {
     "attention_config": "-ac",
@@ -106,8 +106,8 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "swap_space": lambda value: {"kv_offloading_size": value},
     "task": lambda value: _TASKS.get(value, {"runner": value}),
 }
-"""Arguments of vLLM by name, with the function that maps their value to Quire's arguments. It returns none if
-the value has no effect."""
+"""Arguments of vLLM by name, with the function that maps their value to Quire's arguments. The function
+returns an empty dict if the value has no effect."""
 
 
 REREAD: dict[str, Callable[[Any], dict[str, Any]]] = {"kv_transfer_config": transfer_of}

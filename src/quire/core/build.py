@@ -85,7 +85,8 @@ def build_core(
 
 
 def with_largest(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with the sizes of the largest multimodal items."""
+    """Return the configuration with the number of embeddings of the largest possible item of each
+    modality."""
     media = config.checkpoint.facts.media
     if media is None:
         return config

@@ -32,10 +32,12 @@ _decode = msgspec.msgpack.Decoder(ReadEntries).decode
 
 
 class OfferServer:
-    """Answers reads of other engines, one at a time, in a thread, so that steps continue."""
+    """A thread that answers requests of other engines to read KV cache entries, one at a time, while steps
+    run."""
 
     def __init__(self, layout: dict[str, str], token: str, *, host: str, port: int) -> None:
-        """Open the port; 0 stands for any free port."""
+        """Open the port; 0 stands for any free port. `layout` describes the model and its cache, and must be
+        the same in the engines that read; `token` is their shared secret."""
         self._layout, self._digest, self._token = layout, layout_digest(layout), token
         self._warn = FirstWarning(log, "At the port for engines that read prefixes")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

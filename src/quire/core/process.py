@@ -111,7 +111,7 @@ class CoreServer:
         token: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Cache up to `kept_bytes` of media for the API server process."""
+        """Build the server. `kept_bytes` limits the cache of media that the API server process has sent."""
         self.core = core
         self._clock = clock
         self.ready = ready
@@ -187,8 +187,8 @@ class CoreServer:
                 self.clients.send(client, self.ready)
 
     def _add(self, client: bytes, request: Request) -> None:
-        """Add a request, which may have begun in a core with a longer context. A request with an id in use
-        replaces the old request: the API server process sent it again after a lost connection."""
+        """Add a request, which may have begun in a core with a larger max_model_len. A request with an id in
+        use replaces the old request: the API server process sent it again after a lost connection."""
         if request.id in self.clients.owner:
             self._abort([request.id])
         self.clients.owner[request.id] = client

@@ -75,7 +75,8 @@ class StatsLog:
         self._interval, self._run = StatsTotals(self._clock), StatsTotals(self._clock)
 
     def end_run(self, now: StepStats) -> None:
-        """End a run, and record the rates of the whole run."""
+        """End a run: record its rates, and log them unless the last line is recent. `now` has the current
+        gauges."""
         self.pages.observe_rates(*self._run.rates())
         if self._clock() - self._logged_at >= self.interval_s:
             self._log(self._run, now)

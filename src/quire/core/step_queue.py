@@ -50,7 +50,8 @@ class StepQueue:
         return self.lockstep is not None and self.lockstep.is_called
 
     def join_round(self, plan: StepPlan | None) -> StepPlan | None:
-        """Return the next step, synchronized with the other engines. The result must be submitted."""
+        """Return the next step, synchronized with the other engines, or None if there is none. A returned
+        step must be submitted."""
         return plan if self.lockstep is None else self.lockstep.join_round(plan)
 
     def submit(self, plan: StepPlan) -> None:

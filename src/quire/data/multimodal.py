@@ -39,7 +39,7 @@ bytes [..., 3, height, width]."""
 _NEVER = 1 << 31
 pack = msgspec.msgpack.Encoder().encode
 unpack = msgspec.msgpack.Decoder(Arrays).decode
-"""Encoding of arrays in shared memory; decoding does not copy."""
+"""Decoder of an item's arrays in shared memory, which `pack` has encoded; the decoded arrays are views."""
 _ITEM_BYTES = 512
 """Estimated bytes of an item besides its arrays."""
 

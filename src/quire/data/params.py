@@ -46,7 +46,8 @@ class RequestOutputKind(Enum):
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
-    """Constraint of the generated text: exactly one of the first six fields is set; the rest are options."""
+    """Constraint of the generated text: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object`
+    and `structural_tag` is set. The other fields are options of the constraint."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None

@@ -18,7 +18,7 @@ MISS_REASONS = {
 
 
 class PrefixMiss(msgspec.Struct, omit_defaults=True):
-    """The reason for which the rest of a prompt was not in the prefix cache."""
+    """Reason for which the prompt from `from_token` on was not in the prefix cache."""
 
     reason: str
     """One of `MISS_REASONS`."""

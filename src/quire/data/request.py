@@ -64,7 +64,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     preempted_at: float = 0.0
     """Monotonic time of the preemption; 0 unless the request waits to be resumed."""
     has_run: bool = False
-    """Whether the request had a row before; its first run was reported to the API server process."""
+    """Whether the request was scheduled before; its first run was reported to the API server process."""
     num_cached: int = 0
     """Number of prompt tokens found in the prefix cache when the request first ran."""
     num_from_host: int = 0

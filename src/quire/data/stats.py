@@ -189,7 +189,8 @@ class FinishedSequence:
 
 @dataclass(slots=True)
 class FrontStats:
-    """Statistics of steps in the API server process."""
+    """Statistics of the API server process for one or more steps: delivered tokens, latencies and finished
+    sequences."""
 
     num_tokens: int = 0
     """Number of delivered tokens; tokens computed after a stop string are not delivered."""

@@ -18,7 +18,8 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Add(msgspec.Struct, tag="add", omit_defaults=True):
-    """Sequences to run. The sequences of one prompt share it: the prompt is sent and stored once."""
+    """Message with sequences to run. The sequences of one prompt share it: the prompt is sent and stored
+    once."""
 
     requests: list[Request]
     siblings: list[tuple[str, int]] = []
@@ -46,7 +47,7 @@ class Add(msgspec.Struct, tag="add", omit_defaults=True):
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """End requests that have no client any more."""
+    """Message that ends sequences with these ids, because no client waits for them any more."""
 
     request_ids: list[str]
 

@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 FLEET_ENGINES = 2
-"""Number of engines that is assumed for a fleet of Ray Serve replicas, whose size may change: more than
-one."""
+"""Number of engines that is assumed for the replicas of a Ray Serve deployment: any number above one, since
+the number of replicas may change."""
 FIRST_MESSAGE_S = 0.3
-"""Seconds to wait for the first message of the cores before connections are accepted."""
+"""Seconds to wait for the first message of the engine cores before the server accepts connections."""
 
 
 def make_engine(
@@ -74,9 +74,10 @@ def make_engine(
     media_memory: str = "",
     fleet: Fleet | None = None,
 ) -> AsyncEngine:
-    """Build the client of the engine cores for an API process. `addresses` are those of the cores by rank;
-    one entry stands for all replicas of a `fleet`. Cores accept only clients with their `token`.
-    `media_memory` is the path of the media cache that all API processes share; empty for none."""
+    """Build the client of the engine cores for the API process number `index` of `num_api`. `addresses` are
+    those of the cores by rank; one entry stands for all replicas of a `fleet`. Cores accept only clients with
+    their `token`. `prefixes` is the shared map of cached prefixes. With `cores_return`, requests wait until a
+    dead core is restarted. `media_memory` is the path of the shared media cache; empty for none."""
     facts = _build_facts(config, num_cores=len(addresses))
     num_engines = len(addresses) if fleet is None else FLEET_ENGINES
     cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=num_engines)
@@ -256,7 +257,8 @@ async def _announce(started: "asyncio.Future[Application]", engine: AsyncEngine)
 
 
 def announce_ready() -> None:
-    """Log that requests can be answered, also in the words of vLLM, which scripts wait for."""
+    """Log that requests can be answered, and also vLLM's message `Application startup complete.`, which
+    scripts wait for."""
     log.info("Ready, %.1f s after the server was started", parent_age_s())
     log.info("Application startup complete.")
 

@@ -38,8 +38,9 @@ class ChildCores:
         cores_return: bool = False,
         keys: KeyPages | None = None,
     ) -> None:
-        """Prepare the cores; no process is started yet. `folder` gets sockets and the metrics file. With
-        `cores_return`, requests wait for dead cores, which `restart_dead` starts again."""
+        """Prepare the engine cores; no process is started yet. `folder` gets their sockets and the metrics
+        file. With `cores_return`, requests of a dead core wait until `restart_dead` has started it again;
+        otherwise they fail."""
         self.config = config
         ranks = local_ranks(config.parallel)
         if len(ranks) != config.parallel.data_parallel_size:
@@ -81,8 +82,8 @@ class ChildCores:
         )
 
     def relay(self, on_end: Callable[[], object]) -> CoreRelay:
-        """Return a connection that passes requests of other machines to the only core, in place of `engine`.
-        `on_end` is called when the core has ended."""
+        """Return a relay that passes requests of other machines to the only core, for use instead of the
+        client `engine`. `on_end` is called when the core has ended."""
         (facts,) = self._facts.values()
         return CoreRelay(facts.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end)
 

@@ -14,13 +14,13 @@ from quire.system.process import imports_frozen, limit_thread_spinning
 from quire.system.waiting_process import WaitingProcess
 
 _SINGLE = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "nnodes")
-"""Engine arguments with which the worker runs in the only core process, if all of them are 1."""
+"""Engine arguments that must all be 1 for the worker to run in the engine core's process, the only one."""
 
 
 @contextmanager
 def early_core(values: Mapping[str, Any], http: HttpSection) -> Iterator[WaitingProcess | None]:
-    """Yield the process of the engine core, which is importing the engine; None if these engine arguments
-    need other processes. It ends with the context unless it has got its task."""
+    """Yield a process that imports the engine while it waits for its task, to run the engine core; None if
+    these engine arguments need other processes. Without a task, it ends when the context is left."""
     if not _is_alone(values, http):
         yield None
         return

@@ -52,7 +52,8 @@ class LocalEngine(LLMControl):
         )
         self.outputs = self._new_outputs()
         self._pending: list[AnyOutput] = []
-        """Outputs of steps that ran during a control call."""
+        """Outputs of steps that ran during a control call such as `sleep`, for the next call that returns
+        outputs."""
         clear_media = self.inputs.media.processor_cache.clear
         proxy = weakref.proxy(self)  # without a cycle, a deleted engine frees its memory at once
         self._core_calls = Operator(self.core, lambda finished: proxy._end(finished), clear_media).calls

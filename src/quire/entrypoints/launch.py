@@ -119,7 +119,8 @@ class Supervisor:
         return {rank: free_address(host) for rank in self.topology.local}
 
     def _address_of(self, rank: int) -> str | Path:
-        """Return the address of a core, or the file in which the registry keeps that of a core elsewhere."""
+        """Return the address of a core on this machine; for a core on another machine, the file in which the
+        node registry stores its address."""
         if self.registry is None or rank in self.addresses:
             return self.addresses[rank]
         return self.registry.file_of(self.folder, rank)

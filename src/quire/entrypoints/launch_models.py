@@ -17,7 +17,7 @@ from quire.system.process import raise_file_limit
 from quire.system.scratch import Scratch
 
 _SHARE = 0.95
-"""Share of the memory that all models may use by default."""
+"""Default fraction of the device's memory (models_memory_gb) that all models together may use."""
 
 
 class ModelsSupervisor(Supervisor):
@@ -42,7 +42,8 @@ class ModelsSupervisor(Supervisor):
         return self.context.Process(target=_run_models, args=args, name=f"APIServer{index}")
 
     def _warn_about_threads(self) -> None:
-        """Log no advice: how many threads are in use depends on the models that are awake."""
+        """Do not log advice about the number of threads: it depends on which models are loaded and not
+        asleep."""
 
 
 def _run_models(*args: Any) -> None:
@@ -52,7 +53,8 @@ def _run_models(*args: Any) -> None:
 
 
 def memory_budget(models: Sequence[ConfiguredModel], settings: ServerSettings) -> int:
-    """Return the bytes for all models; raise a ConfigError if one of them can never be loaded."""
+    """Return the memory in bytes that all models together may use; raise a ConfigError if one of them can
+    never be loaded."""
     machine, limit_gb = models[0].config.machine, settings.models.models_memory_gb
     budget = int(machine.total_bytes * _SHARE if limit_gb is None else limit_gb * 2**30)
     pinned = sum(model_memory(model.config).awake for model in models if model.pinned)

@@ -56,7 +56,8 @@ class LLM(LLMControl):
         self._template = read_template(self.config.model.chat_template)
         self._ids = itertools.count()
         self._queued: dict[str, AnyOutput | None] = {}
-        """Requests whose outputs have not been returned yet, by id: the last output, or None before it."""
+        """Last output of each request whose output has not been returned to the caller yet, by id; None until
+        the request is finished."""
         self._defaults = default_sampling(self.config)
 
     @classmethod
@@ -160,7 +161,8 @@ class LLM(LLMControl):
         ]
 
     def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[AnyOutput]:
-        """Run everything queued; return outputs in the order of queueing."""
+        """Run all requests queued by `enqueue` until they are finished, and return their outputs in the order
+        of queueing."""
         return self._run(list(self._queued), use_tqdm)
 
     def _run(self, ids: list[str], use_tqdm: Progress) -> list[AnyOutput]:
@@ -212,7 +214,7 @@ class LLM(LLMControl):
         loras: Sequence[LoRARequest | None],
         max_logprobs: int | None = None,
     ) -> list[str]:
-        """Queue all requests, or none if one is invalid."""
+        """Queue a request for each prompt, or none if one is invalid; return the request ids."""
         self._check_awake()
         added: list[str] = []
         try:
@@ -282,8 +284,9 @@ class LLM(LLMControl):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of inputs, one to one or one to many: with a cross-encoder, or by the similarity of
-        two embeddings. `{"content": [...]}` is an input in parts, which may include media."""
+        """Return a score for each pair of inputs: one to one, one to many, or two lists of equal length. The
+        score is that of a cross-encoder or the similarity of two embeddings. `{"content": [...]}` is an input
+        in parts, which may include media."""
         pooling, inputs = pools(self.config.pooling, "LLM.score()"), self.llm_engine.inputs
         firsts, seconds = _as_list(data_1), _as_list(data_2)
         if not reads_pairs(pooling):
@@ -400,7 +403,8 @@ class LLM(LLMControl):
 
 
 def _open_engine(config: EngineConfig) -> "LocalEngine | MultiCoreEngine":
-    """Build the engine; a single core runs in this process."""
+    """Build the engine: in this process, or with engine cores in child processes if there are several
+    data-parallel ranks."""
     if config.parallel.data_parallel_size == 1:
         return LocalEngine(config)
     from quire.entrypoints.multi_core import MultiCoreEngine  # slow to import

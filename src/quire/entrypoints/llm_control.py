@@ -90,7 +90,7 @@ class LLMControl:
         self._wait(self._operation.init_weight_transfer_engine(transfer_info(request, "init_info")))
 
     def start_weight_update(self) -> None:
-        """Start an update of the weights."""
+        """Start an update of the weights. The old weights are served until `finish_weight_update`."""
         self._wait(self._operation.start_weight_update())
 
     def start_draft_weight_update(self) -> None:
@@ -107,11 +107,11 @@ class LLMControl:
         self._wait(self._operation.finish_weight_update(weight_version))
 
     def update_weight_version(self, new_version: str) -> None:
-        """Set the version of the current weights."""
+        """Set the version name of the current weights."""
         self._wait(self._operation.update_weight_version(new_version))
 
     def get_weight_version(self) -> str:
-        """Return the version of the weights; `default` at start."""
+        """Return the version name of the weights; `default` until a version is set."""
         return self._operation.weight_version
 
 

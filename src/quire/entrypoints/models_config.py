@@ -91,7 +91,8 @@ def _yaml_error(where: str, error: Exception) -> ConfigError:
 
 
 def _fields(loader: Any, item: Any, at: str, where: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the fields of a model in the file, and the line of each; a plain name is the field `model`."""
+    """Return the values of a model's YAML node by field, and the line number of each field. A plain name
+    stands for the field `model`. `at` and `where` are the place for error messages."""
     if item.id == "scalar" and isinstance(name := _value(loader, item, where), str):
         return {"model": name}, {"model": item.start_mark.line + 1}
     if item.id != "mapping":
@@ -107,7 +108,8 @@ def _fields(loader: Any, item: Any, at: str, where: str) -> tuple[dict[str, Any]
 
 
 def _value(loader: Any, node: Any, where: str) -> Any:
-    """Return the value of a YAML node."""
+    """Return the Python value of a YAML node; raise a ConfigError with `where` and its line if it is
+    invalid."""
     try:
         return loader.construct_object(node, deep=True)
     except Exception as error:  # yaml raises several classes

@@ -36,7 +36,8 @@ class ModelCores:
         self.engine: AsyncEngine = cores.engine
         self.is_loaded = False
         self.on_first_load: Callable[[], Awaitable[None]] | None = None
-        """Called when the cores run for the first time. If it raises, loading the model has failed."""
+        """Function that is called once, when the engine cores run for the first time. If it raises, loading
+        the model fails."""
         self._is_awake = False
         self._has_started = False
         self._watcher: asyncio.Task[None] | None = None
@@ -57,7 +58,7 @@ class ModelCores:
         self._watcher = asyncio.create_task(self._watch())
 
     async def wake_up(self) -> None:
-        """Wake up the cores; restart them if that fails."""
+        """Restore the memory that the cores released for `sleep`; restart the cores if that fails."""
         try:
             await self.engine.operation.wake_up()
             self._is_awake = True
@@ -179,6 +180,6 @@ def _pool_model(model: ConfiguredModel, backend: ModelCores) -> PoolModel:
 
 
 async def _announce(pool: ModelPool) -> None:
-    """Log that the server is ready when the first models are loaded."""
+    """Wait until the models to load at the start are loaded, then log that the server is ready."""
     await pool.started.wait()
     announce_ready()

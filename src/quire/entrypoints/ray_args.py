@@ -43,7 +43,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 300.0
     request_router: str = "quire.entrypoints.ray_fleet:PrefixRouter"
-    """Import path of the class that chooses replicas."""
+    """Import path of the Ray Serve request router, the class that chooses a replica for each request."""
 
     @property
     def max_size(self) -> int:

@@ -43,14 +43,15 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _route_of(pending_request: Any) -> Route | None:
-    """Return the route, which is the first argument of calls of `EngineReplica`; None if the request has
-    none."""
+    """Return the properties of a request by which its replica is chosen: the first argument of calls of
+    `EngineReplica`. None if the request has none."""
     args = () if pending_request is None else pending_request.args
     return args[0] if args and isinstance(args[0], Route) else None
 
 
 class RayFleet:
-    """The replicas of a deployment of `EngineReplica`, called through its handle."""
+    """Client of the replicas of a Ray Serve deployment of `EngineReplica`, which calls them through the
+    deployment's handle."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

@@ -102,7 +102,8 @@ def _with_local_files(config: EngineConfig, model: FleetModel) -> EngineConfig:
 
 
 class _FleetBackend:
-    """The fleet of a model in a `ModelPool`, which does not start or end replicas: Ray Serve does."""
+    """The replicas of a model as an entry of a `ModelPool`. The pool cannot load, unload or put them to
+    sleep, since Ray Serve starts and ends replicas."""
 
     is_loaded = True
 

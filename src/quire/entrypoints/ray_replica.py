@@ -23,7 +23,8 @@ log = get_logger(__name__)
 
 
 class EngineReplica:
-    """A replica: its engine core is a child process, and ingresses send requests through this process."""
+    """A Ray Serve replica of a model. It runs one engine core as a child process, and passes requests of the
+    HTTP ingresses to it."""
 
     async def __init__(self, model: FleetModel) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Start the core, and return when it is ready."""
@@ -66,7 +67,8 @@ class EngineReplica:
         return self.config, await self._relay.ready()
 
     async def stream(self, route: Route, data: bytes) -> AsyncIterator[str | list[bytes]]:
-        """Run an encoded request; yield the name of the replica, then messages of the core."""
+        """Run a request, encoded as `data`, on the engine core. Yield the name of this replica, then the
+        core's encoded outputs. `route` has the request's LoRA adapter."""
         if route.adapter:
             await self._use_adapter(route.adapter)
         yield self._name
@@ -80,7 +82,7 @@ class EngineReplica:
         self._relay.check()
 
     async def control(self, method: str, args: dict[str, Any], timeout_s: float | None) -> Any:
-        """Call a control method of the core."""
+        """Call a control method of the engine core, such as `sleep`, and return its result."""
         return await self._relay.link.call(method, args, timeout_s)
 
     # ---- for Ray Serve

@@ -23,7 +23,8 @@ def replicas_for(
 
 
 def scale(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the wanted number of replicas, from the last report of each (Ray's autoscaling policy)."""
+    """Return the wanted number of replicas, computed from the last load report of each replica, and an empty
+    state. `context` is that of Ray Serve's autoscaling policies."""
     metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
     replicas = metrics.get("max_num_seqs", {})
     if not replicas:  # no replica has reported yet

@@ -125,7 +125,8 @@ _PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {
 
 
 class Section(dict[str, Any]):
-    """A configuration object of vLLM, as scripts build it; it is the dictionary for an engine argument."""
+    """A configuration object of vLLM, such as CompilationConfig, as scripts build it. It is the dictionary of
+    its fields, which an engine argument takes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -165,7 +166,7 @@ def get_open_port() -> int:
 
 
 class _Module(ModuleType):
-    """A module of vLLM with Quire's names, resolved on first use."""
+    """Stand-in for a module of vLLM: its names are objects of Quire, which are imported on first use."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "Names of vLLM that Quire has.")

@@ -26,7 +26,7 @@ MessageQueue = queue.SimpleQueue[tuple[int, FromRank]]
 LOOK_S = 0.5
 """Seconds between two checks for ended rank processes."""
 END_S = 2.0
-"""Seconds for ranks to end by themselves."""
+"""Seconds in which ranks may end by themselves before they are killed."""
 _ENTRY = "from quire.executor.worker_process import main; main()"
 
 

@@ -190,7 +190,7 @@ def _send_result(port: Port, number: int, read: Future[Any]) -> None:
 
 
 def refusal(number: int, error: Exception) -> Returned:
-    """Return the error answer of a call."""
+    """Return the message that the call or background work with this number has failed."""
     is_request = isinstance(error, RequestError | TypeError | ValueError)
     text = str(error) if isinstance(error, QuireError) else one_line(error)
     return Returned(number, error=text, is_request=is_request)

@@ -15,7 +15,8 @@ from quire.frontend.inputs import Prompt
 
 
 def round_params(params: BeamSearchParams) -> SamplingParams:
-    """Return params for one token of a beam, with enough logprobs that `beam_width` remain after an eos."""
+    """Return the sampling parameters of a request for one token of a beam, with the 2 * beam_width highest
+    logprobs."""
     return SamplingParams(
         max_tokens=1,
         logprobs=2 * params.beam_width,
@@ -75,7 +76,8 @@ class BeamSearch:
         return not self.live or len(self.live[0].tokens) >= self.max_len
 
     def advance(self, continuations: list[dict[int, Logprob]]) -> None:
-        """Extend the beams; `continuations[i]` are the likeliest next tokens of `live[i]`."""
+        """Extend all beams by one token and keep the best ones; `continuations[i]` has the logprobs of the
+        likeliest next tokens of `live[i]`, by token id."""
         for beam in self.live:
             if beam.lora_request is not None and beam.lora_request.load_inplace:  # only in the first round
                 beam.lora_request = msgspec.structs.replace(beam.lora_request, load_inplace=False)

@@ -55,8 +55,9 @@ def chat_prompt(
     prepared: Sequence[PreparedItem] | None = None,
     render_s: float | None = None,
 ) -> Prompt:
-    """Render a conversation with a chat template, within `render_s` seconds. With `prepared` the messages
-    come from `part_media`; else their media are processed here."""
+    """Render a conversation with a chat template, within `render_s` seconds, and tokenize it. `prepared` has
+    the processed media of the placeholder parts in `messages` (see `part_media`); None: the media in
+    `messages` are processed here."""
     tokenizer = inputs.need_tokenizer("a chat")
     if chat_template_content_format not in CONTENT_FORMATS:
         raise RequestError(

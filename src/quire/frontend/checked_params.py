@@ -23,7 +23,7 @@ class CheckedParams:
     eos_id: int
     """eos token id; -1 with ignore_eos or without an eos token."""
     top_id: int
-    """Largest token id in the parameters; 0 without a LoRA adapter."""
+    """Largest token id in the parameters, if they are for a LoRA adapter that may add tokens; else 0."""
 
 
 def check_salt(salt: Any) -> None:
@@ -46,7 +46,7 @@ def check_no_routed_experts(params: SamplingParams) -> None:
 
 
 def check_maskable(params: SamplingParams) -> None:
-    """Refuse parameters for which --return-sampling-mask cannot return the possible ids of a token."""
+    """Refuse parameters that --return-sampling-mask does not support: greedy sampling, or no top_k."""
     if not params.temperature or params.top_k <= 0:
         raise RequestError(
             "--return-sampling-mask needs a temperature and a top_k above 0, got"

@@ -14,7 +14,8 @@ CALL_TIMEOUT_S = 30.0
 
 
 class CallAll(Protocol):
-    """Calls a control method of all engine cores, or of those that are ready; returns their answers."""
+    """Function that calls a control method of all engine cores, or with `if_ready` only of the ready ones,
+    and returns their answers."""
 
     def __call__(
         self,
@@ -42,8 +43,9 @@ class CoreControl:
         clear_media: Callable[[], None],
         in_process: bool = False,
     ) -> None:
-        """`settings` are the options of the engine by section. `forget_prefixes` and `clear_media` clear the
-        prefix map and the media cache of this process."""
+        """`settings` are the engine's options by configuration section. `forget_prefixes` clears the record
+        of which core has which prefix cached, and `clear_media` the cache of processed media, both in this
+        process."""
         self._call_all = call_all
         self._forget_prefixes, self._clear_media = forget_prefixes, clear_media
         self._in_process = in_process
@@ -51,7 +53,8 @@ class CoreControl:
         self.weight_version = DEFAULT_VERSION
         """Last version of the weights that a core reported."""
         self.is_awake = True
-        """Whether this client has not put the cores to sleep, or has woken them up completely."""
+        """Whether this client considers all cores awake; False from `sleep` until `wake_up` has woken up all
+        parts."""
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause all cores and wait until they are idle. By `mode`, running requests are aborted, waited for
@@ -68,7 +71,8 @@ class CoreControl:
         return any(await self._call_all("is_paused", {}))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Put all cores to sleep, unless all sleep at this level. A core whose last try failed retries."""
+        """Pause all cores, treating running requests by `mode` as `pause` does, and put them to sleep at
+        `level`. Return at once if all cores sleep at this level already."""
         if not self.settings.get("model", {}).get("enable_sleep_mode", False):
             raise RequestError("sleep mode is off: start the engine with --enable-sleep-mode")
         check_choice("level", level, LEVELS)
@@ -84,7 +88,8 @@ class CoreControl:
         self._forget_prefixes()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake up the parts in `tags` (None: all); steps run again when all parts of all cores are awake."""
+        """Wake up the parts of the engine in `tags` (`weights`, `kv_cache`, `scheduling`; None: all). Steps
+        run again when all parts of all cores are awake."""
         if all(await self._call_all("wake_up", {"tags": tags}, None)):
             await self._call_all("warm_up", {}, None)
             await self._call_all("resume", {})
@@ -148,8 +153,8 @@ class CoreControl:
         self.weight_version = new_version
 
     async def _call_weights(self, action: str, **info: Any) -> None:
-        """Run a part of an update on all cores. If receiving or preparing fails on one core, all cores drop
-        the received weights."""
+        """Run one stage of a weight update (`action`, such as `receive`) on all cores. If receiving or
+        preparing the weights fails on one core, all cores drop the received weights."""
         try:
             await self._call_all("call_weights", {"action": action, **info}, None)
         except Exception:

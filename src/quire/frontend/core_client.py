@@ -64,8 +64,9 @@ class CoreLink(EngineLink):
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is the index of this link among its owner's links. `address` may be a file that will
-        contain the address once it is known; `token` is the secret that the core expects."""
+        """`place` is the index of this connection among the connections of `owner`, which handles its events.
+        `address` may be a file that will contain the address once it is known; `token` is the secret that the
+        core expects."""
         super().__init__(place, rank, name=name, outputs=outputs, owner=owner, clock=clock)
         self._address = address
         self._token = token
@@ -76,7 +77,8 @@ class CoreLink(EngineLink):
         self._is_scheduled = False
         """Whether the next read is already scheduled."""
         self._is_look_due = False
-        """Whether `send` has scheduled a read, in case its call consumed the event of an arrived message."""
+        """Whether `send` has scheduled a read: sending may consume the edge-triggered event of an arrived
+        message."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
@@ -143,7 +145,8 @@ class CoreLink(EngineLink):
         self._owner.on_death(self)
 
     def _connect(self) -> None:
-        """Connect to the address of the core, if it is known and new."""
+        """Connect to the address of the core, if it is known and differs from the address of the last
+        attempt."""
         address = _read(self._address) if isinstance(self._address, Path) else self._address
         if address == self._connected_to or not address:
             return

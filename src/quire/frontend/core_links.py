@@ -23,8 +23,8 @@ def open_links(
     stream_interval: int,
     clock: Callable[[], float],
 ) -> list[EngineLink]:
-    """Return the connections, which are not started. With a `fleet`, a single link to it replaces those to
-    `addresses`."""
+    """Return unopened connections to the engine cores at `addresses` (by rank), or a single connection to the
+    `fleet` if there is one."""
 
     def processor() -> OutputProcessor:
         return OutputProcessor(

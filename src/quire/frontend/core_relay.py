@@ -12,7 +12,7 @@ from quire.frontend.outputs import OutputProcessor
 
 
 class _Stream:
-    """The unread messages of the core to one request."""
+    """Buffer for the engine core's messages about one request, until they are read."""
 
     def __init__(self, sequence_ids: list[str]) -> None:
         self.open = set(sequence_ids)
@@ -30,7 +30,7 @@ class _Stream:
         self._wake.set()
 
     def drop(self, sequence_id: str) -> None:
-        """Remove an aborted sequence from those that the stream waits for."""
+        """Stop waiting for the end of an aborted sequence."""
         self.open.discard(sequence_id)
         self._wake.set()
 
@@ -50,7 +50,8 @@ class _Stream:
 
 
 class _Distributor(OutputProcessor):
-    """Passes each part of a step on to the stream of its request, without processing it."""
+    """Output processor that splits each step output by request and puts the parts into the requests' streams,
+    without detokenizing."""
 
     def __init__(self, streams: dict[str, _Stream]) -> None:
         super().__init__(None)
@@ -94,8 +95,8 @@ class CoreRelay:
             raise EngineDead(problem)
 
     async def run(self, data: bytes) -> AsyncIterator[list[bytes]]:
-        """Run the request of an encoded Add; yield the core's encoded messages to it. Closing the iterator
-        early aborts the request."""
+        """Send an encoded `Add` message to the core, and yield the core's encoded messages about its request.
+        Closing the iterator early aborts the request."""
         self.check()
         add = decode_to_core(data)
         assert isinstance(add, Add)

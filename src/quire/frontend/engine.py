@@ -51,7 +51,8 @@ log = get_logger(__name__)
 
 LOOK_S = 0.1
 STARTS = 2.0
-"""Time that requests wait for a dead core, beyond the health timeout, as a multiple of its start time."""
+"""Time that requests wait for a dead core after the health timeout, as a multiple of the core's start
+time."""
 SILENT_S = 2.0
 """Seconds without a message after which a core gets no new requests, if other cores are available."""
 
@@ -79,10 +80,10 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Set up the connections, which `start` opens. `addresses` are those of the cores by rank, which
-        expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` and `first` are for the
-        router. With `cores_return`, requests wait for the restart of a dead core. With `resumes`, requests
-        with output continue after the death of their core."""
+        """Create the client; `connect` opens its connections. `addresses` are those of the cores by rank,
+        which expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` is the router's
+        prefix map, `first` its first choice of a core. With `cores_return`, requests wait for the restart of
+        a dead core. With `resumes`, requests with output continue after the death of their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -276,7 +277,7 @@ class AsyncEngine:
         link.send(flight.outgoing(processor_cache))
 
     def _expect(self, id: str, flight: RequestInFlight, link: EngineLink) -> RequestState:
-        """Register the request for the outputs of its core."""
+        """Register a request with the output processor of a core's connection, and return its state."""
         if flight.state is not None:
             link.outputs.attach(flight.state)
             return flight.state
@@ -330,8 +331,8 @@ class AsyncEngine:
         return self._flights.pop(request_id, None)
 
     def _close(self, ended: Sequence[tuple[str, RequestInFlight]], reason: str) -> None:
-        """Record the end of requests without readers; requests without a core count for the first core.
-        Outputs of other requests are still delivered."""
+        """End requests that have no readers any more, and count them as ended for `reason`; requests without
+        a core count for the first core. Outputs of other requests are still delivered."""
         by_link: dict[EngineLink, list[str]] = {}
         for request_id, flight in ended:
             link = flight.link or self._links[0]
@@ -373,7 +374,8 @@ class AsyncEngine:
         self.inputs.media.processor_cache.clear()
 
     def on_missing(self, request_id: str) -> None:
-        """Send a request again with the arrays of all of its media items."""
+        """Send a request again with the arrays of all its media items, because its core lacks some of
+        them."""
         self.inputs.media.processor_cache.clear_core_keys()
         for id, flight in list(self._flights.items()):
             if flight.link is not None and any(request.id == request_id for request in flight.requests):
@@ -482,7 +484,8 @@ class AsyncEngine:
         self.metrics.pages.observe_http(exchange)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return live statistics of all cores together. The block map is that of the previous call."""
+        """Return live statistics of all cores together. The map of KV cache blocks in them is as old as the
+        previous call, since this call only starts to fetch a new map."""
         try:
             self.check()
             healthy = True

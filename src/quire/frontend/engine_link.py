@@ -11,7 +11,7 @@ from quire.frontend.outputs import OutputProcessor
 
 
 class Owner(Protocol):
-    """Owner of the connections, with callbacks for their events."""
+    """Owner of connections to engine cores, which handles the events of the connections."""
 
     def on_ready(self, link: "EngineLink") -> None: ...
     def on_stats(self, link: "EngineLink", page: bytes) -> None:
@@ -43,7 +43,8 @@ class EngineLink(ABC):
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is the index of this link among its owner's links, `rank` the data-parallel rank."""
+        """`place` is the index of this connection among its owner's connections, `rank` the core's
+        data-parallel rank."""
         self.place = place
         self.rank = rank
         self.name = name

@@ -37,9 +37,10 @@ class Fleet(Protocol):
         """Wait for the answer of a healthy replica."""
 
     def stream(self, route: Route, data: bytes) -> AsyncGenerator[str | Sequence[bytes]]:
-        """Run an encoded Add. The first item is the name of the replica, the others are messages of its core.
-        After an exception the replica does not run the request any more; ReplicaLost means that all requests
-        of the replica are lost. Closing the generator aborts the request."""
+        """Run the request of an encoded `Add` message. The first item is the name of the replica, the others
+        are messages of its core. After an exception the replica does not run the request any more;
+        ReplicaLost means that all requests of the replica are lost. Closing the generator aborts the
+        request."""
 
     async def abort(self, route: Route, sequence_ids: list[str]) -> None:
         """End some of the sequences of a request at its replica."""
@@ -49,7 +50,7 @@ class Fleet(Protocol):
 
 
 class FleetOwner(Owner, Protocol):
-    """Owner of a connection to a fleet."""
+    """Owner of a connection to a fleet, which also handles the loss of single requests."""
 
     def on_lost(self, link: EngineLink, sequence_ids: Collection[str], reason: str) -> None:
         """Handle that some requests lost their core, while other requests of the connection go on."""

@@ -10,7 +10,7 @@ from quire.frontend.router import NO_PREFIX, Prefix, Router
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """Properties of a request by which its replica is chosen. Only the adapter is pickled."""
+    """Properties of a request by which its replica is chosen. A pickled route keeps only the LoRA adapter."""
 
     request_id: str = ""
     prefix: Prefix = NO_PREFIX
@@ -52,7 +52,8 @@ class FleetRoutes:
         num_sequences: int = 1,
         adapter: str = "",
     ) -> Route:
-        """Return the route of a request. `extra` is what the prefix depends on beside the tokens."""
+        """Return the route of a request, for `rank` and `assign`. `extra` is what a cached prefix depends on
+        besides the tokens: the LoRA adapter and the cache salt."""
         with self._lock:
             prefix = self._router.prefix_of(token_ids, extra)
         return Route(request_id, prefix, session, num_sequences, adapter, routes=self)
@@ -73,7 +74,7 @@ class FleetRoutes:
                         self._router.update_load(place, **report)
 
     def rank(self, route: Route, among: Iterable[str]) -> list[str]:
-        """Return the replicas in order of preference."""
+        """Return the names of the replicas in `among`, the best replica for the request first."""
         with self._lock:
             by_place = {self._place_of(name): name for name in among}
             if route.replica:
@@ -103,7 +104,8 @@ class FleetRoutes:
             self._router.end(request_id)
 
     def update_load(self, replica: str, **load: float) -> None:
-        """Update the load of a replica, which reports the requests of all ingresses."""
+        """Set the load that a replica has reported, which includes the requests of all ingress processes.
+        `load` has the arguments of `Router.update_load`."""
         with self._lock:
             if replica in self._places:
                 self._router.update_load(self._places[replica], **load)

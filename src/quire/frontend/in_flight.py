@@ -57,7 +57,8 @@ class RequestInFlight:
     """traceparent of the client."""
 
     def outgoing(self, processor_cache: ProcessorCache) -> Add:
-        """Build the message to a core."""
+        """Build the message that sends the request to a core: with its output so far if it has run before,
+        and without media arrays that the core has cached."""
         assert self.state is not None
         is_new = not self.state.has_run
         message = Add.of(self.requests) if is_new else Add(self.state.continued(self.requests))
@@ -157,7 +158,8 @@ def prefix_tokens(request: Request) -> list[int]:
 
 
 def affinity(request: Request) -> dict[str, str | None]:
-    """Return arguments for the router's choice of a core: the `extra` of the prefix, and the session."""
+    """Return the keyword arguments `extra` (see `prefix_extra`) and `session` for the router's choice of a
+    core."""
     session = None if request.hints is None else request.hints.session
     return {"extra": prefix_extra(request), "session": session}
 

@@ -21,7 +21,7 @@ class _Kind(NamedTuple):
 
 
 def _url(field: str, value: Any) -> Source:
-    """Read a url, bare or in an object."""
+    """Return the link in a part's field: a url string, or an object with a `url`. Errors name the `field`."""
     url = value.get("url") if isinstance(value, Mapping) else value
     if isinstance(url, str) and url:
         return MediaLink(url)
@@ -35,7 +35,7 @@ def _pil_image(field: str, value: Any) -> Source:
 
 
 def _any_image(field: str, value: Any) -> Source:
-    """Read an image as in transformers: a url or an image object."""
+    """Read an image in one of the forms that transformers accepts: a url, or an image object."""
     return _url(field, value) if isinstance(value, str | Mapping) else read_image(value)
 
 
@@ -81,7 +81,8 @@ def part_media(
 
 
 def parted_message(message: Mapping[str, Any], place: str, items: list[MediaInput]) -> Mapping[str, Any]:
-    """Replace the media of one message and append them to `items`; `place` is the path of its parts."""
+    """Return a message with its media replaced by placeholder parts, and append the media to `items`. `place`
+    is the path of the message's content, for errors."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message

@@ -38,7 +38,7 @@ class ModelBackend(Protocol):
 
 
 class PoolModel:
-    """A model of the pool with its state and its requests."""
+    """A model of a `ModelPool`, with its state and its running and waiting requests."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class PoolModel:
         can_sleep: bool = True,
         keeps_weights: bool = False,
     ) -> None:
-        """A `pinned` model never makes way for another model. With `keeps_weights`, level 1 leaves
-        the weights in the memory of the budget, as on a CPU."""
+        """A `pinned` model is never put to sleep or unloaded for another model. With `keeps_weights`, sleep
+        level 1 does not free the weights' memory in the budget, as on a CPU."""
         self.name = name
         self.backend = backend
         self.memory = memory
@@ -201,7 +201,7 @@ class ModelPool:
     # ---- operators
 
     async def load(self, model: PoolModel) -> None:
-        """Bring a model up, or try again after a failure."""
+        """Load or wake up a model, also if it failed to load shortly before."""
         if model.is_awake and not model.changing:
             return
         model.error = ""
@@ -249,7 +249,7 @@ class ModelPool:
                 await self._bring_up_next()
 
     async def _bring_up_next(self) -> None:
-        """Bring up the first model in line, and let its requests go on."""
+        """Load or wake up the first model in line, and let its waiting requests run."""
         async with self._changing:
             model = self._line[0]
             try:
@@ -319,15 +319,17 @@ class ModelPool:
         return sum(other.num_bytes for other in self.models.values() if other is not model)
 
     def _level_of(self, victim: PoolModel) -> int | None:
-        """Return the sleep level of a model that makes way, or None to unload it. Level 1 is for awake
-        models, if this level frees all of their budget memory and the host has room for the weights."""
+        """Return the sleep level for a model that frees memory for another one, or None to unload it. Level 1
+        is for awake models, if this level frees all of their budget memory and the host has room for the
+        weights."""
         if not victim.can_sleep:
             return None
         fits = victim.memory.weights < self._host_free_bytes()
         return 1 if fits and not victim.keeps_weights and victim.is_awake else 2
 
     async def _leave(self, model: PoolModel, *, level: int | None) -> None:
-        """Put a model to sleep, or unload it (level None), once its requests have finished. New ones wait."""
+        """Put a model to sleep at `level`, or unload it (None), once its running requests have finished. New
+        requests wait."""
         if not model.backend.is_loaded:
             model.is_awake = False
             return

@@ -56,13 +56,14 @@ class MediaInputReader:
         speech: Transcriber | None = None,
         lacks_tokenizer: bool = False,
     ) -> None:
-        """An item has at most `max_span` tokens; None: any number. `lacks_tokenizer`: the model
-        takes media, but needs a tokenizer for them."""
+        """`max_span` is the maximum number of tokens of an item; None: any number. `lacks_tokenizer` means
+        that media are refused, because the model needs its tokenizer for them and skip_tokenizer_init is
+        set."""
         self._model, self._media_processor, self._limits = model, media_processor, limits or {}
         self._takes_embeds = takes_embeds
         self._max_span, self._lacks_tokenizer = max_span, lacks_tokenizer
         self.speech = speech
-        """Prompts for transcription, if the model transcribes."""
+        """Builder of transcription prompts; None unless the model transcribes."""
         self.processor_cache = (
             ProcessorCache(0) if media_processor is None else media_processor.processor_cache
         )
@@ -72,7 +73,8 @@ class MediaInputReader:
         self.uses_cross_attention = uses_cross_attention
         """Whether all tokens cross-attend to the prompt's one item; then its text gets no special tokens."""
         self.prefix = prefix
-        """Whether a prompt with items has bidirectional attention; then the processor adds special tokens."""
+        """Whether all tokens of a prompt with items attend to each other; then the processor adds special
+        tokens."""
 
     @property
     def modalities(self) -> list[str]:
@@ -113,7 +115,8 @@ class MediaInputReader:
     def prepare_sync(
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
-        """Check and prepare the items of a prompt, and block until that is done."""
+        """Check and prepare the items of a prompt, and block until that is done. `arguments` are the prompt's
+        mm_processor_kwargs, `reading` its media_io_kwargs."""
         self.check(items)
         if not items or self._media_processor is None:
             return []
@@ -152,7 +155,8 @@ class MediaInputReader:
         return placed, self.joined(placed, media) if self.prefix else media
 
     def joined(self, token_ids: Sequence[int], media: Media) -> Media:
-        """Return the media of a prompt with bidirectional attention among all of its tokens."""
+        """Return the media of a prompt of which all tokens (`token_ids`) attend to each other; raise a
+        RequestError if the tokens do not fit into one step."""
         if self._max_span is not None and len(token_ids) > self._max_span:
             raise RequestError(
                 f"The prompt has {len(token_ids)} tokens with bidirectional attention, which are computed in "
@@ -161,7 +165,7 @@ class MediaInputReader:
         return media.joined(token_ids)
 
     async def restore_arrays(self, media: Media, prepared: Sequence[PreparedItem]) -> None:
-        """Restore the arrays of items that were only in the engine core."""
+        """Set the arrays of the items in `media` that have none, by processing the `prepared` items again."""
         assert self._media_processor is not None
         arrays = await self._media_processor.process_again(prepared)
         for item in media.items:
@@ -384,8 +388,8 @@ _READERS: dict[str, Callable[[Any], Source]] = {
 
 
 def read_embeds(modality: str, value: Any) -> dict[str, NDArray[Any]]:
-    """Read the embeddings that replace an item, with values such as its grid: tensors, or base64 of saved
-    tensors."""
+    """Return the arrays of an item that is sent as embeddings, by name: `embeds`, and further values such as
+    its grid. `value` has tensors, or base64 of saved tensors."""
     named = value if isinstance(value, Mapping) else {f"{modality}_embeds": value}
     tensors = {
         "embeds" if name in (f"{modality}_embeds", "embeds") else str(name): tensor_of(tensor, str(name))

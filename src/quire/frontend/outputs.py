@@ -28,7 +28,8 @@ _MANY_UNREAD = 64
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """Outputs since the last flush."""
+    """Result of `OutputProcessor.flush`: new outputs, and sequences that stopped or failed since the last
+    flush."""
 
     outputs: list[AnyOutput]
     stopped: list[str]

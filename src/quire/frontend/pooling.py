@@ -46,7 +46,8 @@ def pools(pooling: PoolingFacts | None, what: str) -> PoolingFacts:
 
 
 def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | None) -> PoolingParams:
-    """Check params against the model, and fill in the defaults of the model."""
+    """Return a copy of `params` that is checked against the model and has the model's defaults filled in.
+    `second_start` is the position of the second of two texts."""
     params = params.clone()
     params.task = params.task or pooling.tasks[0]  # type: ignore[assignment]
     kind = str(params.task).removeprefix("token_")
@@ -73,7 +74,8 @@ def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | 
 
 
 def _fill_steps(params: PoolingParams, pooling: PoolingFacts) -> None:
-    """Set the step tag, and convert returned_token_ids to indices of the model's labels."""
+    """Set step_tag_id and returned_token_ids (as indices of the model's labels) for the pooling type STEP;
+    refuse them for other pooling types."""
     if not (params.is_by_token and pooling.token_type == "STEP"):
         for name in ("step_tag_id", "returned_token_ids"):
             if getattr(params, name) is not None:
@@ -134,7 +136,8 @@ def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
 
 
 def embedding_task(pooling: PoolingFacts) -> str:
-    """Return the task with the outputs that `similarity` compares."""
+    """Return the pooling task whose outputs `similarity` compares: `embed`, or `token_embed` for late
+    interaction."""
     return "token_embed" if pooling.is_late_interaction else "embed"
 
 

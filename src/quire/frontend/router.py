@@ -90,7 +90,8 @@ class Router:
         session: str | None = None,
         num_sequences: int = 1,
     ) -> int:
-        """Choose a core for a request, which counts there until `end`. A session stays on its core."""
+        """Return the core in `among` for a request, and count the request on it until `end`. The requests of
+        a session stay on one core. `extra` is what a cached prefix depends on besides the tokens."""
         assert among and request_id not in self._placed
         prefix = NO_PREFIX if len(self.cores) == 1 else self.prefix_of(token_ids, extra)
         core = self.choose(prefix, among=among, session=session)
@@ -98,13 +99,14 @@ class Router:
         return core
 
     def prefix_of(self, token_ids: Sequence[int], extra: str | None) -> Prefix:
-        """Return the keys of a prompt, if the policy uses them."""
+        """Return the prefixes of a prompt with their keys; none if the routing policy does not use
+        prefixes."""
         if self.policy != "affinity":
             return NO_PREFIX
         return Prefix(*self._keys.of(token_ids, extra), len(token_ids))
 
     def choose(self, prefix: Prefix, *, among: Sequence[int], session: str | None = None) -> int:
-        """Return the best of the available cores."""
+        """Return the core in `among` that the routing policy prefers for a prompt with these prefixes."""
         if self.policy == "round_robin":
             core = min(among, key=self._rotated)
             self._next_core = (core + 1) % len(self.cores)

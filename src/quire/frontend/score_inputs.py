@@ -40,7 +40,7 @@ class ScoreInput:
 
 
 class ScoreInputs(NamedTuple):
-    """One input, or two that form one prompt."""
+    """Inputs of one prompt of a pooling model: a single input, or the two sides of a score."""
 
     sides: tuple[ScoreInput, ...]
     is_chat: bool = False
@@ -71,8 +71,8 @@ def sides_prompt(
 
 
 def named_inputs(firsts: list[Any], seconds: list[Any]) -> list[tuple[str, Any]]:
-    """Check the numbers of inputs, and return those of both sides of a score, each with its name for
-    errors."""
+    """Return the inputs of both sides of a score, each after its name for errors, such as `data_1[0]`; raise
+    a RequestError if the sides cannot be paired."""
     pairs(firsts, seconds)
     return [
         (f"data_{number}[{at}]" if len(side) > 1 else f"data_{number}", item)

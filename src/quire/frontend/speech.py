@@ -62,9 +62,9 @@ class Segment:
     text: str
     token_ids: list[int]
     places: list[int]
-    """Index of each token in the answer."""
+    """Index of each of `token_ids` in the model's answer."""
     place: slice
-    """Slice of the answer with these tokens and the special tokens between them."""
+    """Slice of the model's answer that the segment covers, including its special tokens."""
 
     @property
     def compression_ratio(self) -> float:
@@ -92,9 +92,9 @@ class Transcriber:
     tasks: tuple[str, ...]
     """Tasks (of TASKS) that the model supports."""
     detects_language_first: bool
-    """Whether the prompt needs the language, so that a language that is not given is detected first."""
+    """Whether the prompt must contain the language: if a request does not name one, it is detected first."""
     separator: str
-    """Separator of the texts of two pieces."""
+    """Separator between the transcripts of consecutive pieces of a long audio input."""
     timestamp_tokens: TimestampTokens | None = None
     """Timestamp tokens; None if the model has none."""
     no_speech: int | None = None
@@ -111,8 +111,9 @@ class Transcriber:
         return code
 
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
-        """Return the prompt tokens. `before` is the text before the audio. Without a language the next token
-        is the detected language."""
+        """Return the prompt tokens for a task. `timed` requests timestamps, and `before` is the transcript of
+        the preceding audio. Without a language, the next token that the model generates may be the detected
+        language."""
         raise NotImplementedError
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
@@ -122,11 +123,13 @@ class Transcriber:
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
     ) -> tuple[list[int], AlignmentHeads]:
-        """Return the prompt that aligns the tokens of an answer with the audio, and what is aligned in it."""
+        """Return a prompt of the tokens of a request and its answer (`token_ids`), and the request to align
+        the answer with its `num_samples` audio samples."""
         raise NotImplementedError
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
-        """Yield the words of a segment; `begins` has the encoder state at the end of each token."""
+        """Yield the words of a segment with their times. `begins` has the index of the encoder state at the
+        end of each token of the answer."""
         raise NotImplementedError
 
 
@@ -178,7 +181,8 @@ class WhisperTranscriber(Transcriber):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, **facts: Any) -> "WhisperTranscriber | None":
-        """Build the transcriber; return None if the tokenizer lacks the tokens."""
+        """Build the transcriber with the constructor's arguments `facts`; return None if the tokenizer lacks
+        Whisper's tokens."""
         if _lacks_tokens(tokenizer, (*_MARKS, *(f"<|{task}|>" for task in TASKS))):
             return None
         return cls(tokenizer, **facts)
@@ -247,8 +251,9 @@ class VoxtralTranscriber(Transcriber):
     def of(
         cls, tokenizer: Tokenizer, *, max_len: int, max_samples: int, num_vectors: int
     ) -> "VoxtralTranscriber | None":
-        """Build the transcriber; return None if the tokenizer lacks the tokens. Pieces are reduced so that
-        the audio, with `num_vectors` for `max_samples` samples, takes at most half of `max_len`."""
+        """Build the transcriber; return None if the tokenizer lacks Voxtral's control tokens. The encoder
+        makes `num_vectors` of `max_samples` samples; pieces are shortened so that they take at most half of
+        `max_len`."""
         if _lacks_tokens(tokenizer, (*_DICTATION_BEGIN, _DICTATION_TASK)):
             return None
         fitting = max_samples * (max_len // 2) // num_vectors

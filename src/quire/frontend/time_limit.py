@@ -14,7 +14,8 @@ class _TimeIsUp(BaseException):
 
 @contextmanager
 def limited(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise a RequestError if the block runs longer than `seconds`, if set. A limit costs a timer thread."""
+    """Raise a RequestError that names `what` if the block runs longer than `seconds`. None sets no limit; a
+    limit costs a timer thread."""
     if seconds is None:
         yield
         return

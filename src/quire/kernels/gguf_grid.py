@@ -16,8 +16,8 @@ _COLUMNS = 256
 
 
 class GridKind(NamedTuple):
-    """Format of a ggml type. A weight is factor * scale * sub-scale * magnitude, with a 4-bit code: bits 0 to
-    2 are the index of the magnitude, and bit 3 is the sign."""
+    """Format of a ggml type of IQ2 or IQ3. A weight is factor * scale * sub-scale * magnitude, and has a
+    4-bit code: bits 0 to 2 are the index of the magnitude, and bit 3 is the sign."""
 
     stored_bytes: int
     unit: int
@@ -124,8 +124,8 @@ def read_grid_blocks(stored: Tensor, kind: str) -> GridBlocks:
 
 def resolve(stored: Tensor, kind: str) -> Tensor:
     """Convert weight rows [rows, bytes] of a GGUF file to blocks that gguf_pack.c reads: [rows, bytes] uint8
-    with two floats and 16 bytes of codes per 32 columns. The floats are the scales of both halves. For IQ3_S,
-    whose values are odd numbers, they are a scale and a minimum."""
+    with two floats and 16 bytes of codes per 32 columns. The floats are the scales of the first and last 16
+    columns. For IQ3_S, whose values are odd numbers, they are a scale and a minimum."""
     form, (codes, scales, subs) = GRID_KINDS[kind], read_grid_blocks(stored, kind)
     wide = scales.float().repeat_interleave(_COLUMNS // form.unit, 1) * subs.float() * form.factor
     heads = wide.unflatten(1, (-1, 2)) if form.unit == 16 else torch.stack((wide, wide), -1)

@@ -25,7 +25,7 @@ _SCALE_NAMES = {
 
 
 class Caching(Protocol):
-    """A layer that has cache memory."""
+    """A layer with cache memory: a KV cache, a cache of MLA latents, or SSM states."""
 
     @property
     def cache_spec(self) -> CacheSpec: ...
@@ -58,7 +58,8 @@ class KVScales(LoadedModule):
 
     @property
     def v(self) -> float:
-        """Return the scale of values; a shared kv_scale is stored as the scale of keys."""
+        """Return the scale of cached values. If the checkpoint has one kv_scale for keys and values, return
+        the scale of keys, in which it is stored."""
         shared = "v" not in self.values and self._stored.get("k", "").endswith(".kv_scale")
         return self.k if shared else float(self.values["v"]) if "v" in self.values else 1.0
 
@@ -107,8 +108,8 @@ class PagedAttention(LoadedModule):
         group: int,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Use `memory` as the KV cache. `part` is (index, count): `count` layers share the memory,
-        interleaved by token, and this layer is number `index`."""
+        """Use `memory` as the KV cache; `group` is the index of its KV cache group. `part` is (index, count):
+        `count` layers share the memory, interleaved by token, and this layer is number `index`."""
         (index, count), spec = part, self.spec
         size = spec.head_dim + (SCALE_BYTES if cache_dtype == torch.int8 else 0)
         planes = memory.view(cache_dtype).view(2, -1, block_size, count, spec.kv_heads, size)
@@ -116,8 +117,8 @@ class PagedAttention(LoadedModule):
         self.bind(k_cache, v_cache, group)
 
     def bind(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:
-        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each. In int8 caches each head is
-        followed by its scale."""
+        """Use these caches of keys and values, [num_blocks, block_size, kv_heads, head_dim] each, with the
+        block tables of KV cache group `group`. In int8 caches each head is followed by its scale."""
         assert k_cache.shape == v_cache.shape and k_cache.shape[2] == self.spec.kv_heads
         assert head_size(k_cache) == self.spec.head_dim
         self.k_cache, self.v_cache, self.group = k_cache, v_cache, group

@@ -49,14 +49,14 @@ class CrossAttention(nn.Module):
         self.spec = AttentionSpec(heads, self.kv.kv_heads, facts.head_dim, scope.dtype)
         self.backend = scope.backend
         self.records_queries = False
-        """Whether queries are recorded (for word timestamps)."""
+        """Whether `forward` stores its queries in `queries`, from which word timestamps are computed."""
         self.queries: Tensor | None = None
-        """Queries of the last recorded step, [N, heads, head_dim]."""
+        """Queries of the last step, [N, heads, head_dim]; None unless `records_queries`."""
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
 
     def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Use these caches, [blocks, block size, kv_heads, head_dim] each."""
+        """Use these caches of keys and values, [blocks, block size, kv_heads, head_dim] each."""
         self.k_cache, self.v_cache = k_cache, v_cache
 
     def write(self, vectors: Tensor, first: int) -> None:
@@ -67,7 +67,8 @@ class CrossAttention(nn.Module):
             cache[first:].flatten(0, 1)[: len(projected)].copy_(projected)
 
     def keys_of(self, blocks: Tensor, heads: list[int]) -> Tensor:
-        """Return the keys of the item in `blocks` for these heads, [vectors, heads, head_dim]."""
+        """Return the cached keys of an encoded item, [vectors, heads, head_dim]. `blocks` are the indices of
+        its cache blocks, `heads` those of the query heads."""
         assert self.k_cache is not None, "bind() comes before keys_of()"
         shared = self.spec.heads // self.spec.kv_heads
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
@@ -97,9 +98,10 @@ class CrossAttentionCache(nn.Module):
         self.num_slots = 0
         """Number of item slots: the maximum number of rows."""
         self.tables = torch.empty(0, dtype=torch.int32)
-        """[rows, blocks] block tables, the last row for padding."""
+        """Block tables, [rows, blocks]: the cache blocks that the sequence in each row attends to. The last
+        row is for padding."""
         self.lens = torch.empty(0, dtype=torch.int32)
-        """[rows] sequence lengths, all `num_vectors`."""
+        """Length of the encoder output of each row, [rows]; all are `num_vectors`."""
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -124,14 +126,14 @@ class CrossAttentionCache(nn.Module):
             layer.write(vectors, slot * self.num_blocks)
 
     def assign(self, rows: list[int], slots: list[int]) -> None:
-        """Let each of the rows attend to the item in its slot."""
+        """Let the sequence in rows[i] attend to the item in slots[i]."""
         firsts = self.num_blocks * np.array(slots, np.int32)
         blocks = firsts[:, None] + np.arange(self.num_blocks, dtype=np.int32)
         self.tables[torch.tensor(rows, device=self.device)] = torch.from_numpy(blocks).to(self.device)
 
     def cross_batch(self, batch: Batch) -> Batch:
-        """Return the batch for cross-attention, with one sequence per token. For decodes it only references
-        existing tensors, so that CUDA graphs stay valid."""
+        """Return `batch` changed for cross-attention: each token is a sequence of its own. For decodes the
+        result only references existing tensors, so that CUDA graphs stay valid."""
         count = len(batch.token_ids)
         rows, starts, lens = batch.rows, batch.query_starts, self.lens[:count]
         if count > len(rows):

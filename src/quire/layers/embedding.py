@@ -15,17 +15,19 @@ from quire.quant.sharding import Shard, padded
 from quire.quant.weight import LinearShape, frozen_parameter
 
 _HEAD = "lm_head"
-"""Name of the LM head in transformers; adapters use this name even if the checkpoint has another."""
+"""Name of the LM head in transformers. LoRA adapters use this name even if the checkpoint of the model has
+another."""
 
 
 class _Table(nn.Module):
-    """Weight of an embedding or head: a row for each token of the vocabulary, sharded over the devices of a
-    group. With `unit` the rows are scaled to unit length after loading."""
+    """Weight of an embedding or LM head: a row for each token of the vocabulary, sharded over the
+    tensor-parallel group. With `unit` the rows are scaled to unit length after loading."""
 
     multiply: Callable[[Tensor], Tensor]
-    """[T, hidden] -> [T, vocab]; set by `finish`."""
+    """Function that computes logits: [T, hidden] -> [T, vocab]; set by `finish`."""
     rows: Callable[[Tensor], Tensor]
-    """[T] ids -> [T, hidden]; set by `finish` if the weight format supports row lookup."""
+    """Function that looks up rows: [T] token ids -> [T, hidden]; set by `finish` if the weight format
+    supports it."""
 
     def __init__(
         self, vocab: int, hidden: int, scope: Scope, *, bias: bool = False, unit: bool = False
@@ -73,14 +75,16 @@ class _Table(nn.Module):
         return self.gathered(self.weight.product(x))
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """Gather the logits of all devices and drop the padding of the vocabulary."""
+        """Return the logits of the whole vocabulary: gather the shards of all tensor-parallel ranks, and drop
+        the padding of the vocabulary."""
         if self.group.size == 1:
             return logits
         logits = self.group.gather(logits)
         return logits if logits.shape[1] == self.shard.all else logits[:, : self.shard.all].contiguous()
 
     def _lookup_and_reduce(self, token_ids: Tensor) -> Tensor:
-        """Look up the local rows, set the rows of other devices to zero, and all-reduce."""
+        """Return the embeddings [T, hidden]: look up the rows of this rank, set those of other ranks to zero,
+        and all-reduce."""
         assert self.weight.rows is not None
         local_ids = token_ids - self.shard.start
         is_elsewhere = (local_ids < 0) | (local_ids >= self.shard.size)
@@ -203,10 +207,11 @@ class Head(LoadedModule):
         )
 
     def widens(self, lora: LoRATokens | None) -> bool:
-        """Return whether logits include the new tokens of adapters (-inf for rows without that adapter)."""
+        """Return whether `forward` adds columns for the new tokens of LoRA adapters to the logits. They are
+        -inf for rows without that adapter."""
         return self.extra_rows is not None and lora is not None and lora.uses_extra_vocab
 
     def rows(self, token_ids: list[int]) -> Tensor:
-        """Return the [len(token_ids), hidden] weights of these tokens."""
+        """Return the rows of the LM head weight for these tokens, [len(token_ids), hidden]."""
         device = self.table.weight.shape.device
         return self.table.rows(torch.tensor(token_ids, device=device))

@@ -18,22 +18,24 @@ from quire.quant.sharding import Runs, Shard, by_group, divided, of_heads
 from quire.quant.weight import LinearShape
 
 _LEAST_OUTPUTS = 16
-"""Fewest outputs of a weight that is quantized on load."""
+"""Minimum number of outputs of a linear layer that is quantized on load; smaller layers keep the model
+dtype."""
 
 
 class Linear(nn.Module):
-    """Computes x W^T + b of one or several parts of a checkpoint, and concatenates their outputs. `parts`
-    maps the checkpoint name of each part to its number of outputs, or to their shards (`Runs`) if they are
-    not sharded evenly."""
+    """Linear layer x W^T + b. It computes one or several matrices (parts) of a checkpoint and concatenates
+    their outputs. `parts` maps the checkpoint name of each part to its number of outputs, or to their shards
+    (`Runs`) if they are not sharded evenly."""
 
     divided: ClassVar[Literal["outputs", "inputs"] | None] = None
-    """Dimension that is sharded evenly over the group."""
+    """Dimension of the weight that is sharded evenly over the tensor-parallel group; None if neither is."""
     is_summed: ClassVar[bool] = False
     """Whether the outputs are all-reduced, so that only the first rank adds the bias."""
     quantizable: ClassVar[bool] = True
     """Whether the layer's weight may be quantized on load."""
     product: Callable[[Tensor], Tensor]
-    """[T, size_in] -> [T, outputs of all parts], without adapters; set by `finish`."""
+    """Function that computes the layer without LoRA adapters: [T, size_in] -> [T, outputs of all parts]; set
+    by `finish`."""
 
     def __init__(
         self, size_in: int, parts: Mapping[str, int | Runs], scope: Scope, *, bias: bool = False
@@ -95,7 +97,8 @@ class Linear(nn.Module):
         return None if batch.lora is None else (self.lora_layer, batch.lora)
 
     def orders(self) -> list[Tensor]:
-        """Return, for each part, the checkpoint index of each output; empty if the order is the same."""
+        """Return the checkpoint index of each output, one tensor per part; an empty list if the outputs are
+        in the order of the checkpoint."""
         return []
 
     def _runs(self, part: int | Runs) -> Runs:
@@ -125,12 +128,12 @@ class Linear(nn.Module):
         self.bind_kernels()
 
     def bind_kernels(self) -> None:
-        """Bind the kernels of the finished weight."""
+        """Choose the functions that compute the layer, once the weight is loaded and processed."""
         self.product = self.weight.product
 
     def multiply(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return [T, outputs of all parts], with the adapters of the batch. Only layers without LoRA support
-        may be called without a batch."""
+        """Return x W^T + b as [T, outputs of all parts], with the LoRA adapters of the batch applied. Only
+        layers without LoRA support may be called without a batch."""
         if self.lora_layer is None or (adapters := self.adapters_of(batch)) is None:
             return self.product(x)
         return self._multiply_with_lora(x, *adapters)
@@ -151,11 +154,11 @@ class OneLinear(Linear):
 
 
 class WholeLinear(OneLinear):
-    """A replicated linear layer: each device of a group computes all of it."""
+    """A replicated linear layer: each tensor-parallel rank computes all of it."""
 
 
 class ColumnLinear(OneLinear):
-    """A column-parallel linear layer: each device of a group computes a shard of the outputs."""
+    """A column-parallel linear layer: each tensor-parallel rank computes a shard of the outputs."""
 
     divided = "outputs"
 
@@ -168,7 +171,8 @@ class HeadGate(ColumnLinear):
         self.weigh = scope.ops.weigh
 
     def scale(self, mixed: Tensor, x: Tensor, batch: Batch) -> Tensor:
-        """Scale the heads of `mixed` [T, heads * size] in place by the sigmoid of the gates of x."""
+        """Scale each head of the attention output `mixed` [T, heads * size] in place by the sigmoid of its
+        gate, which is projected from the hidden states x [T, size_in]. Return `mixed`."""
         gates = self.multiply(x, batch)
         self.weigh(mixed.view(-1, mixed.shape[1] // gates.shape[1]), gates.view(-1, 1))
         return mixed
@@ -180,7 +184,8 @@ class RowLinear(OneLinear):
     divided = "inputs"
     is_summed = True
     of_gates: Callable[[Tensor], Tensor] | None = None
-    """Fused kernel of silu(gate) * up and this layer's GEMM; None if the weight has no such kernel."""
+    """Fused kernel, [T, 2 * size_in] -> [T, size_out], that computes silu(gate) * up and multiplies it by
+    this weight; None if the weight has no such kernel."""
 
     def __init__(
         self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False, sums: bool = True
@@ -243,7 +248,8 @@ class QKVLinear(Linear):
         self.norms: HeadNorms | None = None
         """Weights of the QK norms over all heads; None if the model has no such norms."""
         self.transform_qkv: Callable[[Tensor], Tensor] | None = None
-        """Further transform of queries, keys and values before RoPE."""
+        """Function that transforms the concatenated queries, keys and values before RoPE, such as per-head
+        layer norms; None if the model has none."""
         self.norm_parts = scope.ops.norm_parts
         if group.size > 1:
             self.norm_parts = partial(norm_sharded_parts, group=group)
@@ -296,7 +302,8 @@ class KeysWithoutBias(QKVLinear):
 
 
 def without_bias(part: str, targets: Iterator[Target]) -> Iterator[Target]:
-    """Yield the targets without the bias of `part`, which is set to zero."""
+    """Yield the load targets of a linear layer except for the bias of `part`, which the checkpoint does not
+    have. That bias is set to zero."""
     for target in targets:
         if target.name == f"{part}.bias":
             target.tensor.zero_()
@@ -332,7 +339,7 @@ class GateUpLinear(Linear):
         self.gated = self.weight.gated if self.activation == "silu" else None
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """Project [T, size_in] to [T, size_out]."""
+        """Return act(gate(x)) * up(x): [T, size_in] -> [T, size_out]."""
         adapters = self.adapters_of(batch)
         if self.gated is not None and adapters is None:
             return self.gated(x)

@@ -57,7 +57,8 @@ class AdapterSlots:
         """Number of new tokens, beyond the model's vocabulary, of the adapter in each slot."""
         self.layers: dict[str, LoRALayer] = {}
         self.stacks: dict[str, LoRAStack] = {}
-        """The experts of each layer, by the names that adapters may use for one matrix of all experts."""
+        """Experts of each MoE layer, for adapters that store one matrix for all experts. The keys are all
+        names that adapters may use for the layer."""
         self.refused: dict[str, str] = {}
         """Layers without LoRA support although similar layers have it: name -> reason."""
         self.unused = ""
@@ -75,7 +76,7 @@ class AdapterSlots:
         )
 
     def takes(self, *names: str) -> bool:
-        """Return whether a layer with one of these names supports LoRA."""
+        """Return whether a layer supports LoRA. `names` are the names that adapters may use for it."""
         return not self.only or any(name.rpartition(".")[2] in self.only for name in names)
 
     def add_table(self, kind: str, name: str, shard: Shard, hidden: int, group: Group) -> LoRATable | None:
@@ -96,7 +97,7 @@ class AdapterSlots:
 
     @property
     def slot_size(self) -> int:
-        """Return the number of elements of a slot."""
+        """Return the number of elements in a slot: the adapter weights of all LoRA layers."""
         return sum(part.size for part in self._parts)
 
     @property

@@ -22,9 +22,9 @@ class LoRAFactors(NamedTuple):
     Q, K and V). In host memory, parts of lower rank are padded with zeros. The scale is folded into `b`."""
 
     a: Tensor
-    """[(experts,) parts, rank, size_in]; [vocab, rank] for an embedding"""
+    """A matrices: [(experts,) parts, rank, size_in]; [vocab, rank] for an embedding."""
     b: Tensor
-    """[(experts,) outputs of all parts, rank]"""
+    """B matrices: [(experts,) outputs of all parts, rank]."""
 
     @property
     def num_ranks(self) -> int:
@@ -46,12 +46,14 @@ class LoRASlots(Protocol):
 
 
 class LoRALayer:
-    """Adapter weights of a linear layer: `a` shrinks inputs to ranks, `b` expands the ranks to outputs."""
+    """LoRA adapter weights of a linear layer for all slots: `a` shrinks inputs to ranks, `b` expands ranks to
+    outputs."""
 
     a: Tensor
-    """[slots, parts * max_rank, size_in], not contiguous over slots; [slots, experts, ...] for experts"""
+    """A matrices of all slots: [slots, parts * max_rank, size_in], not contiguous over slots; [slots,
+    experts, ...] for experts."""
     b: Tensor
-    """[slots, outputs of all parts, max_rank]; [slots, experts, ...] for experts"""
+    """B matrices of all slots: [slots, outputs of all parts, max_rank]; [slots, experts, ...] for experts."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class LoRALayer:
         self.num_experts = num_experts
         self.ops = ops
         self.targets: dict[str, LoRATarget] = {}
-        """Target by the dotted name of each matrix in the checkpoint."""
+        """Checkpoint matrices that the layer covers, by their dotted names."""
         slots.layers[name] = self
 
     def adapted(self, lora: LoRATokens) -> LoRAHeads | None:
@@ -78,7 +80,8 @@ class LoRALayer:
         return LoRAHeads(self.a, self.b, self.part_sizes, lora.assigned)
 
     def add(self, out: Tensor, x: Tensor, lora: LoRATokens) -> Tensor:
-        """Add the adapters' output for x to the layer's output in place."""
+        """Add the output of the adapters of each token for `x` [T, size_in] to the layer's output `out` in
+        place. Return `out`."""
         return self.ops.lora(out, x, self.a, self.b, self.part_sizes, lora.assigned)
 
     # ---- memory
@@ -90,7 +93,7 @@ class LoRALayer:
 
     @property
     def slot_shapes(self) -> tuple[Shape, Shape]:
-        """Return the shapes of A and B in a slot."""
+        """Return the shapes of A and B in one adapter slot, which has room for the maximum rank."""
         return self.shapes(self.slots.max_rank)
 
     @property
@@ -246,7 +249,7 @@ class LoRAEmbeddingLayer(LoRALayer):
 
 
 def in_order() -> Tensor | None:
-    """Return None: the outputs are in the checkpoint's order."""
+    """Return None, which says that the outputs are in the checkpoint's order."""
     return None
 
 
@@ -265,7 +268,7 @@ class LoRATarget(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return the numbers of inputs and outputs in the checkpoint."""
+        """Return the numbers of inputs and outputs of the unsharded checkpoint matrix."""
         return self.inputs.all, sum(run.all for run in self.outputs)
 
     @property
@@ -273,7 +276,8 @@ class LoRATarget(NamedTuple):
         return int(self.part.stop - self.part.start)
 
     def of(self, factors: LoRAFactors) -> LoRAFactors:
-        """Return the matrix's part of the layer's factors: [parts, rank, size_in] and [outputs, rank]."""
+        """Return the views of an adapter's `factors` for the LoRA layer that belong to this matrix: [parts,
+        rank, size_in] and [outputs, rank]."""
         a, b = factors if self.expert is None else (factor[self.expert] for factor in factors)
         if self.is_table:
             return LoRAFactors(a, b)

@@ -19,9 +19,9 @@ class LoRAVocab(NamedTuple):
     """Rows of the tokens that one adapter adds or retrains, for the embedding or the LM head."""
 
     ids: Tensor
-    """[k] int64; ids from the model's vocabulary size on are new tokens."""
+    """Token ids, [k] int64; ids from the model's vocabulary size on are new tokens."""
     rows: Tensor
-    """[k, hidden]"""
+    """Weight rows of these tokens, [k, hidden]."""
 
 
 class _SlotRows:
@@ -29,7 +29,7 @@ class _SlotRows:
     `names` for the layer."""
 
     rows: Tensor
-    """[slots, num_rows, hidden]"""
+    """Weight rows of all adapter slots, [slots, num_rows, hidden]."""
     _replace_by_rows: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Computes logits with adapter rows token by token, so that their bits do not depend on the batch."""
     _replace_by_slots: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -24,8 +24,8 @@ from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 
 class MLAAttention(nn.Module):
-    """Writes the latents of tokens to the cache and attends to cached latents; the weight is kv_b_proj. Heads
-    are sharded over the devices of a group, latents are replicated."""
+    """MLA: writes the latents of tokens to the cache and attends to cached latents. Its weight is kv_b_proj.
+    Heads are sharded over the tensor-parallel group, latents are replicated."""
 
     def __init__(self, spec: MLASpec, rope: Rope, norm: RMSNorm, scope: Scope, *, index_dim: int = 0) -> None:
         """Build the layer. `index_dim` is the size of the sparse indexer's keys; 0 if there is no indexer."""
@@ -94,7 +94,8 @@ class MLAAttention(nn.Module):
             self.index_keys = numbers[latents:].view(-1, block_size, self.index_dim)
 
     def bind(self, cache: Tensor, group: int = 0) -> None:
-        """Use this cache, [num_blocks, block_size, rank + rope_dim]."""
+        """Use this cache of latents and RoPE keys, [num_blocks, block_size, rank + rope_dim], with the block
+        tables of KV cache group `group`."""
         assert cache.shape[2] == self.spec.width
         self.cache, self.group = cache, group
         self.spec = replace(self.spec, k_scale=self.scales.k if cache.itemsize == 1 else 1.0)

@@ -9,7 +9,8 @@ from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
 from quire.layers.scope import Scope
 
 _MANY = 256
-"""Number of tokens above which gate and up use the library's GEMM, which has no fused activation."""
+"""Number of tokens above which gate and up run as a GEMM without fused activation, if the weight of `down`
+has a kernel that computes the activation (`of_gates`)."""
 
 _NAMES, _FUSED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 

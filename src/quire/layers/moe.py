@@ -29,7 +29,7 @@ class MoENames(NamedTuple):
     """Checkpoint names of the parts of an MoE block for one model family."""
 
     block: str = "mlp"
-    """Name of the block."""
+    """Name of the MoE block, relative to the layer."""
     router: str = "gate"
     layout: str = "per_expert"
     """Layout of the experts. `per_expert`: each projection of each expert is a tensor. In the other layouts a
@@ -53,8 +53,8 @@ class MoENames(NamedTuple):
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 """Suffixes of a layer's weight in checkpoints."""
 _FACTORS = {"relu2": "relu"}
-"""Activation f -> activation g with f(x) = g(x) * x. Experts without a gate are computed as gated experts
-whose gate weight is that of `up`."""
+"""Map of an activation f to the activation g with f(x) = g(x) * x. Experts without a gate are computed as
+gated experts with activation g, whose gate weight is that of `up`."""
 NAMES = {
     "mlp": MoENames(),
     "apart": MoENames(layout="stacked"),
@@ -151,7 +151,7 @@ def _detect_layout(names: MoENames, moe: MoeFacts, hidden: int, scope: Scope) ->
 
 
 class ExpertLoRALayers:
-    """LoRA layers of the experts of a layer."""
+    """LoRA layers of all routed experts of an MoE layer: one for gate and up, one for down."""
 
     def __init__(self, slots: AdapterSlots, hidden: int, scope: Scope) -> None:
         self.slots = slots
@@ -234,12 +234,14 @@ class ExpertLoRALayers:
 
 
 def _order_twice(size: int) -> Tensor | None:
-    """Return the order that repeats `up` as the gate, for experts without a gate."""
+    """Return the checkpoint index of each of the 2 * `size` gate and up outputs, for experts without a gate:
+    `up` also stands for the gate."""
     return torch.arange(size).repeat(2)
 
 
 def _order_apart(size: int) -> Tensor | None:
-    """Return the order that separates interleaved gate and up."""
+    """Return the checkpoint index of each of the 2 * `size` gate and up outputs, which the checkpoint
+    interleaves."""
     return torch.arange(2 * size).view(-1, 2).t().flatten()
 
 
@@ -247,9 +249,9 @@ class Experts(nn.Module):
     """All routed experts of a layer."""
 
     mix: Callable[..., Tensor]
-    """Kernel of the experts; set by `finish`."""
+    """Kernel that computes the weighted sum of the outputs of each token's experts; set by `finish`."""
     loads: Tensor | None
-    """Number of tokens routed to each expert; None if tokens are not counted."""
+    """Number of tokens routed to each expert, [experts]; None if tokens are not counted (no EPLB)."""
 
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
@@ -280,7 +282,7 @@ class Experts(nn.Module):
 
     @property
     def local_experts(self) -> Sequence[int]:
-        """Return this device's experts; ascending until experts move between devices (EPLB)."""
+        """Return the indices of this device's experts; ascending until EPLB moves experts between devices."""
         if self.places is None:
             return range(self.num_experts)
         return self.places.placement.by_rank[self.places.rank]
@@ -346,7 +348,8 @@ class Experts(nn.Module):
         yield Target(last, down)
 
     def gate_up_shards(self) -> Runs:
-        """Return the shards of a fused gate and up tensor, concatenated or interleaved."""
+        """Return the part of a fused gate and up tensor that this tensor-parallel rank loads. Gate and up are
+        concatenated or interleaved in the tensor."""
         size, start, total = self.shard
         if self.names.layout == "interleaved":
             return (Shard(2 * size, 2 * start, 2 * total),)
@@ -430,7 +433,8 @@ class MoE(nn.Module):
         self.sum = scope.group.all_reduce
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """Compute the block's output; `x` may be scaled in place (`weighs_input`)."""
+        """Return the output of the block, [T, hidden]. `x` [T, hidden] may be scaled in place if the model
+        weighs the input of experts (`MoeFacts.weighs_input`)."""
         num_tokens = len(x)
         ids, weights = self.router(x, None if self.choice is None else self.choice.bias, batch)
         shared = None if self.shared is None else self._shared(x, batch)

@@ -15,14 +15,14 @@ from quire.quant.weight import frozen_parameter
 
 
 class Norm(LoadedModule):
-    """Base of all norms: a weight, and an optional residual addition."""
+    """Base of RMS norm and layer norm: a weight, and an optional residual addition before the norm."""
 
     def __init__(
         self, size: int | Shard, eps: float, scope: Scope, dtype: torch.dtype, plus_one: bool = False
     ) -> None:
         super().__init__()
         self.plus_one = plus_one
-        """Whether the factor is 1 + weight."""
+        """Whether the normalized values are multiplied by 1 + weight (Gemma), not by the weight."""
         self.run = Shard(size) if isinstance(size, int) else size
         """Shard of the weight on this device."""
         self.name = scope.name

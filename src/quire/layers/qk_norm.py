@@ -76,7 +76,7 @@ class NormedHeads(nn.Module):
 
 
 def clipped(limit: float) -> Callable[[Tensor], Tensor]:
-    """Return a function that clamps queries, keys and values to [-limit, limit]."""
+    """Return a function that clamps concatenated queries, keys and values in place to [-limit, limit]."""
 
     def clip(qkv: Tensor) -> Tensor:
         return qkv.clamp_(-limit, limit)

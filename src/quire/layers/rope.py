@@ -85,7 +85,8 @@ KINDS: dict[str, Callable[[RopeFacts, int], Tensor]] = {
 
 
 def mscale(rope: RopeFacts, weight: float) -> float:
-    """Return YaRN's attention scale, applied to both queries and keys."""
+    """Return YaRN's attention scale, 0.1 * weight * ln(factor) + 1. `weight` is mscale or mscale_all_dim of
+    config.json."""
     return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
 

@@ -45,21 +45,22 @@ class DecoderNames(NamedTuple):
     last_norm: str = "norm"
     head: str = "lm_head"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms before attention and before the MLP, or one norm before both."""
+    """Names of the norms before attention and before the MLP, or of one norm before both."""
     after_norms: tuple[str, ...] = ()
-    """Norms after attention and after the MLP."""
+    """Names of the norms after attention and after the MLP."""
     attention: str = "self_attn"
     qkv: str = "qkv_proj"
-    """Fused query, key and value projection."""
+    """Name of the fused query, key and value projection."""
     qkv_by_head: bool = False
     """Whether the rows of the fused QKV weight are grouped by KV head: its queries, its key, its value."""
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     out: str = "o_proj"
     ssm: str = "mamba"
-    """SSM mixer of layers without attention."""
+    """Name of the SSM mixer in layers without attention."""
     mlp: str = "mlp"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Gate, up and down; or a fused gate and up, and down; or up and down of an MLP without gate."""
+    """Names of gate, up and down; or of a fused gate and up, and down; or of up and down of an MLP without
+    gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Scope:
     adapters: AdapterSlots | None = None
     """Slots of LoRA adapters; None if LoRA is off."""
     on_layer_built: Callable[[nn.Module], nn.Module] = unchanged
-    """Called with each layer of a decoder once it is built; returns the layer."""
+    """Function that is called with each decoder layer once it is built, and returns the layer to use."""
     names: DecoderNames = DecoderNames()
     name: str = ""
     """Dotted name of the layer in the checkpoint."""
@@ -183,7 +184,7 @@ class BindsKernels(Protocol):
 
 @runtime_checkable
 class Loads(Protocol):
-    """A layer with weights."""
+    """A layer that loads weights from the checkpoint."""
 
     def targets(self) -> Iterator[Target]:
         """Yield the checkpoint tensors that this layer loads, with the tensors that they fill."""
@@ -200,8 +201,8 @@ class LoadedModule(nn.Module):
 
 
 def target_of(name: str, piece: Piece, runs: Runs, *, by_inputs: bool = False) -> Target:
-    """Return the target of a tensor of a weight, such as its scales; sharded by outputs or inputs
-    (`by_inputs`)."""
+    """Return the load target of one checkpoint tensor (`piece`) of a weight, such as its scales. The tensor
+    is sharded like the weight's inputs if `by_inputs`, else like its outputs."""
     axis, unit = (piece.inputs, piece.per_input) if by_inputs else (piece.outputs, piece.per_output)
     scaled = () if axis is None else tuple(run.per(unit) for run in runs)
     return Target(name, piece.tensor, axis, scaled, piece.is_flat, isinstance(piece, TextTensor))

@@ -29,8 +29,9 @@ from quire.quant.weight import frozen_parameter
 
 
 class SSMMixer(LoadedModule):
-    """Base of all SSM mixers: the weights of the convolution and, for each sequence (row), the last inputs of
-    the convolution and the SSM state. `forward` maps [T, hidden] to [T, hidden] and updates both."""
+    """Base of all SSM mixers: the weights of the convolution and, for each batch row (sequence), the last
+    inputs of the convolution and the SSM state. `forward` maps [T, hidden] to [T, hidden] and updates
+    both."""
 
     conv_name = "conv1d"
 
@@ -41,14 +42,14 @@ class SSMMixer(LoadedModule):
         num_channels = sum(run.size for run in channels)
         self.ops = choose(scope.device, scope.dtype)
         self.state_shapes = (((num_channels, facts.conv - 1), scope.dtype), (state, torch.float32))
-        """Shape and dtype of a row's convolution inputs and of its SSM state."""
+        """Shape and dtype of the convolution inputs and of the SSM state of one row (sequence)."""
         self.conv_weight = frozen_parameter(scope.empty(num_channels, facts.conv))
         self.conv_bias = frozen_parameter(scope.empty(num_channels)) if facts.conv_bias else None
         self.conv_state: Tensor | None = None
         self.state: Tensor | None = None
         self.states_per_row = 1
-        """Number of SSM states per row: several if draft tokens may be rejected. Set before memory is
-        bound."""
+        """Number of SSM states per row (sequence): several if draft tokens may be rejected. It is set before
+        memory is bound."""
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -63,12 +64,14 @@ class SSMMixer(LoadedModule):
         self.bind(rest.view(narrow).view(num_rows, *inputs), memory[:end].view(wide).view(num_rows, *state))
 
     def bind(self, conv_state: Tensor, state: Tensor) -> None:
-        """Use these tensors of `state_shapes`, with `states_per_row` states for each row and for padding."""
+        """Use these tensors for convolution inputs and SSM states. Both have `states_per_row` entries, of the
+        `state_shapes`, for each row (sequence) and for padding."""
         assert ((conv_state.shape[1:], conv_state.dtype), (state.shape[1:], state.dtype)) == self.state_shapes
         self.conv_state, self.state = conv_state, state
 
     def seqs_of(self, batch: Batch) -> SSMSequences:
-        """Return the sequences of the batch as mixers read them, built once per step."""
+        """Return the batch's sequences (rows, token ranges, positions) in the form that SSM mixers need; it
+        is built once per step."""
         if batch.state is None:
             lens, num_states = batch.query_lens_host, self.states_per_row
             batch.state = SSMSequences(batch.query_starts, batch.rows, batch.positions, lens, num_states)
@@ -258,7 +261,8 @@ class GatedNorm(nn.Module):
 def _gated_norm_of_shards(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool, group: Group, norms: int
 ) -> Tensor:
-    """Compute `StateOps.gated_norm` if a norm group is divided over tensor-parallel ranks."""
+    """Return the gated RMS norm as `StateOps.gated_norm` does, if a norm group is divided over
+    tensor-parallel ranks."""
     wide, factor = x.float(), F.silu(gate.float())
     wide = wide * factor if gate_first else wide
     parts = group.gather(sum_of_squares(wide)).unflatten(1, (norms, -1))

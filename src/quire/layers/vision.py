@@ -34,7 +34,7 @@ _ACTIVATIONS = {name: ACTIVATIONS[same] for name, same in _GATES.items()} | ACTI
 _ACTIVATIONS["quick_gelu"] = lambda x: x * torch.sigmoid(1.702 * x)
 """Activations by the names of config.json and of `kernels/reference/activations.py`."""
 _UNITS = {"cuda": 64}
-"""Multiple to which an MLP's intermediate size is padded, by type of device."""
+"""Multiple to which the intermediate size of an encoder's MLP is padded, by device type."""
 
 
 def _encoder_scope(scope: Scope, size: int) -> Scope:
@@ -71,7 +71,7 @@ class VisionStyle:
     """Whether the norms are applied to the outputs of attention and MLP, not to their inputs."""
     norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
     eps: float | None = None
-    """Epsilon of the norms; None for the `norm_eps` of the facts."""
+    """Epsilon of the norms; None to use `norm_eps` of the encoder's config."""
     qk_eps: float = 1e-6
     bias: bool = True
     """Whether QKV has a bias."""
@@ -216,14 +216,16 @@ class VisionLayers(nn.ModuleList):
     """The layers of an encoder. Patches attend to each other within spans: images, windows, audio chunks."""
 
     def forward(self, x: Tensor, lens: Sequence[int], angles: Angles | None = None) -> Tensor:
-        """Run all layers on [T, hidden]; `lens` are the lengths of the spans."""
+        """Run all layers on x [T, hidden], with attention within spans. `lens` are the numbers of tokens of
+        the spans; `angles` rotate queries and keys (RoPE)."""
         spans = spans_of(np.array(lens, np.int32), x.device)
         for layer in self:
             x = layer(x, spans, angles)
         return x
 
     def on_squares(self, x: Tensor) -> Tensor:
-        """Run all layers on [N, tokens, hidden], with attention within each of N images."""
+        """Run all layers on N images of equal size, x [N, tokens, hidden], with attention within each
+        image."""
         return self(x.flatten(0, 1), [x.shape[1]] * len(x)).view_as(x)
 
 

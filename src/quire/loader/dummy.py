@@ -14,7 +14,7 @@ from quire.loader.source import Source, put
 _SPREAD = 0.02
 _SCALE = 0.02
 _POWER_OF_SCALE = 121
-"""Exponent of a scale that is stored as a biased exponent (127 stands for 1)."""
+"""Value of the scales that a quantization format stores as biased exponents (127 stands for 1)."""
 _NORM = re.compile(r"(norm|\bln_\w)\.weight$")
 
 

@@ -45,8 +45,8 @@ class GGUFSource(Source):
         return GGUFFormat(stored, plain)
 
     def _packed(self, view: View, axis: int = 0, span: slice = _ALL) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor, [..., bytes of a row] (a vector has a row per element), limited to
-        `span` of `axis`."""
+        """Return the stored bytes of a tensor as [..., bytes of a row]; a vector has a row per element. Only
+        the range `span` along `axis` is returned."""
         shape, raw = _packed_shape(view.tensor), self._file.raw(view.tensor.name)
         before = (_ALL,) * axis
         if view.rows is None:
@@ -69,7 +69,8 @@ class GGUFSource(Source):
             into.data = torch.from_numpy(self._shard_bytes(target))
 
     def _shard_bytes(self, target: Target) -> NDArray[np.uint8]:
-        """Return the bytes of the target's shard: rows as stored in the file, columns concatenated."""
+        """Return the stored bytes of the target's shard, which may consist of several ranges of rows or
+        columns; padding is zero bytes."""
         view, axis = self._views[target.name], target.axis
         if axis is None or target.is_whole:
             return self._packed(view)
@@ -82,7 +83,8 @@ class GGUFSource(Source):
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis)
 
     def _unpack(self, target: Target) -> None:
-        """Dequantize the target's shard, some rows at a time; for columns the blocks that contain them."""
+        """Fill the target with the dequantized values of its shard, some rows at a time. For a shard of
+        columns, whole blocks are dequantized."""
         view, into, axis = self._views[target.name], target.tensor, target.axis
         tensor = view.tensor
         if axis is None or target.is_whole:
@@ -121,8 +123,8 @@ class GGUFSource(Source):
 
 
 def _dequantized(packed: NDArray[np.uint8], stored_type: str) -> NDArray[np.float32]:
-    """Return the values of stored rows. Norms are plain floats, and a model whose other tensors stay packed
-    needs nothing of the package gguf, whose import takes 0.07 s."""
+    """Return the dequantized values of rows of the ggml type `stored_type`. F32 rows are only viewed, without
+    an import of the package gguf, which takes 0.07 s."""
     if stored_type == "F32":
         return packed.view(np.float32)
     from gguf.constants import GGMLQuantizationType

@@ -64,7 +64,7 @@ _LFM2 = {
 
 
 def _mamba2(name: str) -> dict[str, str]:
-    """Return the names of Mamba-2 layers with a mixer of this name."""
+    """Map GGUF tensor names of Mamba-2 layers to those of Hugging Face; `name` is the mixer's name there."""
     return {
         "ssm_in": f"{name}.in_proj",
         "ssm_conv1d": f"{name}.conv1d",
@@ -77,7 +77,8 @@ def _mamba2(name: str) -> dict[str, str]:
 
 
 LARGE_FALCON = "FalconForCausalLM, large"
-"""Key for Falcon models with separate norms of attention and MLP; `attn_norm` is the norm of the MLP."""
+"""Key in `_OTHER_NAMES` for Falcon models with separate norms of attention and MLP; in their files
+`attn_norm` is the norm of the MLP."""
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     "BloomForCausalLM": {"token_embd_norm": "transformer.word_embeddings_layernorm"},
     LARGE_FALCON: {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
@@ -166,7 +167,8 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "Qwen3_5MoeForCausalLM": _DELTA,
     "SeedOssForCausalLM": {"post_attention_norm": "post_attention_layernorm"},
 }
-"""Names that do not follow from the `DecoderNames` of the model, by architecture."""
+"""Maps GGUF tensor names to those of Hugging Face, by architecture, where these do not follow from the
+model's `DecoderNames`."""
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias|scale))?")
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 """Name of a tensor that holds a single expert, as in early files."""
@@ -180,15 +182,17 @@ _INTERLEAVED = (
     "OlmoForCausalLM",
     "SmolLM3ForCausalLM",
 )
-"""Architectures with files that interleave the halves of query and key heads for RoPE on adjacent pairs."""
+"""Architectures whose GGUF files, unlike other checkpoints, interleave the halves of query and key heads, for
+RoPE on adjacent pairs."""
 
 _BY_HEAD = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM")
-"""Architectures with files that hold the queries of all heads, then all keys, then all values."""
+"""Architectures whose GGUF files store the queries of all heads, then all keys, then all values; other
+checkpoints store query, key and value head by head."""
 
 
 @cache
 def _names_of(architecture: str) -> dict[str, str]:
-    """Return the Hugging Face names of GGUF names, both without `.weight` or `.bias`."""
+    """Map the GGUF tensor names of an architecture to those of Hugging Face, without `.weight` or `.bias`."""
     names: DecoderNames = MODELS[architecture.partition(",")[0]].names
     mlp_parts = ("ffn_gate", "ffn_up", "ffn_down")[-len(names.mlp_names) :]
     mlp = f"{names.mlp}." if names.mlp else ""

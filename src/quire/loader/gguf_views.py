@@ -26,7 +26,7 @@ class View(NamedTuple):
 
 
 def views_of(file: GGUFFile, facts: ArchFacts) -> dict[str, View]:
-    """Return where each tensor of the model is in the file, by its Hugging Face name."""
+    """Map the Hugging Face name of each tensor of the model to its view of the file."""
     is_large = facts.architecture == "FalconForCausalLM" and facts.parallel_norms == 2
     architecture = LARGE_FALCON if is_large else facts.architecture
     views: dict[str, View] = {}

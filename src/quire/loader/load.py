@@ -48,7 +48,7 @@ LayerTarget = tuple[Target, Loads]
 _NUM_NAMED = 5
 _ALONE = World()
 _EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")
-"""The number of an expert in a tensor's name."""
+"""Pattern of the expert's number in the name of a tensor."""
 _OLD_NAMES = {
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",
@@ -166,7 +166,8 @@ def _format_of(
 
 
 def _add_tower(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) -> None:
-    """Add the multimodal encoder, and pass the names of unused layers to the adapter slots."""
+    """Add the multimodal encoder as `model.tower` if `group` is set and this is the first pipeline stage.
+    Tell the LoRA slots which layers the model does not load."""
     if scope.adapters is not None:
         scope.adapters.unused = facts.unused
     if facts.media is not None and group is not None and scope.stage.is_first:
@@ -215,7 +216,7 @@ class LoadProgress:
 
 
 class _Checks(NamedTuple):
-    """The checkpoint and the part of it that a model needs."""
+    """Settings of the check that the tensors of a checkpoint are those that a model loads."""
 
     checkpoint: Checkpoint
     stage: Stage
@@ -326,9 +327,10 @@ def _weight_dtype(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the name of a tensor in the checkpoint. Checkpoints of a body alone omit the body's prefix;
-    multimodal checkpoints add one or two prefixes. Early BERTs name norm weights gamma and beta. torch fuses
-    query, key and value weights under another name."""
+    """Return the name that the model's tensor `name` has in the checkpoint, whose names and shapes are
+    `stored`. Checkpoints without an output head omit the decoder's prefix (such as `model.`); multimodal
+    checkpoints add one or two prefixes. Early BERTs name norm weights gamma and beta, and torch's fused
+    attention has `in_proj_weight`."""
     if name in stored:
         return name
     body, _, rest = name.partition(".")
@@ -354,7 +356,8 @@ def _as_stored(
 
 
 def _trim_text(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
-    """Trim the tensor of a text to the text's length in the checkpoint."""
+    """Return a target for a text (the settings of a quantized weight) with its buffer cut to the length of
+    the text in the checkpoint; other targets are returned unchanged."""
     shape = stored.get(target.name, ())
     return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 

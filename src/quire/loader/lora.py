@@ -36,11 +36,12 @@ _MAX_ERROR_CHARS = 1000
 _LONGEST, _MOST = 256, 3
 _HARD = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
 _REPEATS = re.compile(r"[*+{]")
-"""Limits of patterns against exponential time: no repeated groups, few repeats, bounded length."""
+"""Limits of the regular expressions in an adapter's config, which must not take exponential time: no repeated
+groups, at most `_MOST` repeats and `_LONGEST` characters."""
 _THREADS, _BATCH = 8, 8
 """Threads that copy matrices, and the number of matrices copied per task."""
 _MANY_BYTES = 1 << 30
-"""Size limit of an adapter's file in bytes; the size of a slot is added to it."""
+"""Size limit of an adapter's file in bytes, to which eight times the size of a LoRA slot is added."""
 _REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "biases",
@@ -54,12 +55,12 @@ _REFUSED = {
 }
 """Configuration keys of unsupported methods, which need more than two matrices per weight: key -> method."""
 _CHANGES_BASE = ("pissa", "corda", "olora", "lora_ga", "loftq")
-"""Initializations that change the weights of the model as well."""
+"""Beginnings of unsupported values of init_lora_weights: initializations that also change the base model."""
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+?)\.lora_(?:embedding_)?(?P<which>[AB])(?:\.\w+)??(?:\.weight)?"
 )
 _COPY = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+?)(?:\.base_layer)?\.weight")
-"""The base weight of an embedding or head, which PEFT saves beside its adapter."""
+"""Name of a base weight (of an embedding or output head), which PEFT saves beside its LoRA matrices."""
 
 
 class Pair(NamedTuple):
@@ -94,7 +95,8 @@ class LoRAPair(NamedTuple):
 
 
 class LoRAReader:
-    """Reads adapters for the LoRA layers of `slots`. `layers` are those of this pipeline stage; None: all."""
+    """Reader of adapters for the LoRA layers of `slots`; `layers` are the decoder layers of this pipeline
+    stage (None: all)."""
 
     def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
         self.slots = slots
@@ -214,7 +216,8 @@ class LoRAReader:
         return pairs
 
     def _check_copy(self, name: str, tensor: Tensor) -> None:
-        """Check a tensor outside of LoRA: it must be a copy of a weight of the model."""
+        """Raise a ConfigError unless a tensor that is no LoRA matrix has the name and shape of a base weight
+        that PEFT saves."""
         match = _COPY.fullmatch(name)
         target = match and self._targets.get(match["layer"])
         is_elsewhere = match and self.layers is not None and not target
@@ -280,8 +283,9 @@ def _use_one_thread() -> None:
 
 
 def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
-    """Yield the pairs of all experts of a stack: Rows of A are ordered by expert, then rank; columns of B by
-    rank, then expert. Some versions of PEFT swap inputs and outputs here."""
+    """Yield one pair of LoRA matrices per expert from the single pair of a weight that combines all experts.
+    Rows of A are ordered by expert, then rank; columns of B by rank, then expert. Some versions of PEFT swap
+    inputs and outputs."""
     (rows, size_a), (size_b, columns) = pair.a.shape, pair.b.shape
     sizes = {by_expert[0].sizes: key for key, by_expert in stack.products.items()}
     is_swapped = (size_b, size_a) in sizes and (size_a, size_b) not in sizes
@@ -436,7 +440,8 @@ def _by_alias(items: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 def _aliases(name: str) -> list[str]:
-    """Return a layer's names with and without a multimodal encoder; transformers calls the body `model`."""
+    """Return the names that adapters may use for a layer: with and without the prefixes of a multimodal
+    model, and with `model` as the name of the decoder."""
     body, _, rest = name.partition(".")
     if not rest:
         return [name]

@@ -84,7 +84,8 @@ class LoRAFiles:
         return _Opened(name, fd, status.st_size)
 
     def check_sizes(self, most: int) -> None:
-        """Check file sizes before reading, since the folder may contain anything."""
+        """Raise a ConfigError if the tensor file has more than `most` bytes, or the config file too many.
+        Called before reading, since the folder may contain anything."""
         for file, limit in ((self._config, _MAX_CONFIG), (self._tensors, most)):
             if file is not None and file.size > limit:
                 raise ConfigError(

@@ -74,7 +74,8 @@ class LoRAVocabReader:
         return vocabs
 
     def why_not(self, tensor: Tensor, size: int) -> str:
-        """Return the reason why a tensor may not have more than `size` rows; empty if it has no more."""
+        """Return the end of an error message, why an adapter cannot add tokens, if `tensor` has more than
+        `size` rows; otherwise an empty string."""
         if len(tensor) <= size:
             return ""
         return f": an adapter cannot bring tokens here, {self.slots.no_extra_vocab}"

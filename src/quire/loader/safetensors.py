@@ -49,7 +49,7 @@ _LARGE_BYTES = 8 << 20
 _FLATTENED = re.compile(r"(?:\._weight_|\.weight:)(\w+)$")
 """Name endings of the parts of a torchao tensor, each a tensor of the file; with a colon in version 0.14."""
 _INPUT_SCALE = re.compile(r"\.weight_act_(pre_scale|quant_\w+)$")
-"""Scales of torchao that inputs are multiplied by or quantized with."""
+"""Name endings of torchao's scales of inputs; checkpoints with such scales are rejected."""
 
 
 def _torchao_names(entries: dict[str, "TensorEntry"]) -> dict[str, "TensorEntry"]:
@@ -127,7 +127,8 @@ class SafetensorsSource(Source):
             self._read_in_pieces(file, entry, into)
 
     def _read_columns(self, file: FileIO, entry: TensorEntry, into: Tensor) -> None:
-        """Read row by row from mapped memory, so that only the pages with these columns are read."""
+        """Read a range of columns into a tensor, row by row from mapped memory, so that only the pages with
+        these columns are read."""
         rows, *row = entry.shape
         size = math.prod(row) * entry.dtype.itemsize
         start = entry.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -161,7 +162,8 @@ class SafetensorsSource(Source):
 
 
 class _Stage:
-    """A staging buffer: page-locked for a GPU, so that the next bytes are read while these are copied."""
+    """A host buffer between file and tensor. For a GPU it is page-locked and copied asynchronously, so that
+    the next bytes are read into another buffer meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -237,7 +239,7 @@ def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, T
 
 
 def _read(file: RawIOBase, into: Tensor) -> None:
-    """Fill the tensor with bytes of the file; raise OSError if the file ends before."""
+    """Fill the tensor with the next bytes of the file; raise an OSError if the file is too short."""
     rest = into.flatten().view(torch.uint8).numpy().data
     while rest:
         num_read = file.readinto(rest)

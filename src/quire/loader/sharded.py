@@ -26,7 +26,8 @@ _PART_BYTES = 5 << 30
 
 @dataclass(frozen=True, slots=True)
 class ShardedStateKey:
-    """Settings that a state was saved for; an engine with other settings needs other tensors."""
+    """Settings of the engine that saved a sharded state; an engine with other settings needs other tensors
+    and cannot load the state."""
 
     architecture: str
     dtype: str
@@ -68,7 +69,7 @@ def save_state(
 
 
 def refuse_unsaved(model: nn.Module) -> None:
-    """Raise for weights whose class overrides `finish`: they may consist of more than parameters."""
+    """Raise a ConfigError if the model has weights that a sharded state cannot hold (see `repacked_kind`)."""
     if kind := repacked_kind(model):
         raise ConfigError(
             f"weights of the kind {kind} cannot be saved as a sharded state; load the checkpoint itself"
@@ -76,7 +77,8 @@ def refuse_unsaved(model: nn.Module) -> None:
 
 
 def repacked_kind(model: nn.Module) -> str:
-    """Return the name of the first weight class that overrides `finish`; empty if there is none."""
+    """Return the class name of the first weight that a sharded state cannot hold: its class overrides
+    `finish`, and it may consist of more than parameters. Empty if there is none."""
     for module in model.modules():
         finish = getattr(type(module), "finish", None)
         if isinstance(module, Weight | StoredExperts) and finish not in (Weight.finish, StoredExperts.finish):
@@ -85,7 +87,7 @@ def repacked_kind(model: nn.Module) -> str:
 
 
 class ShardedSource(SafetensorsSource):
-    """The parameters of a model as they were saved."""
+    """Source of the parameters of a model from a sharded state, in the layouts in which they were saved."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self.folder = checkpoint.path
@@ -104,7 +106,7 @@ class ShardedSource(SafetensorsSource):
         return []
 
     def open(self, rank: int) -> None:
-        """Open the files of one rank."""
+        """Open the files of one tensor-parallel rank."""
         paths = sorted(
             self.folder.glob(PART.format(rank=rank, part="*")), key=lambda path: (len(path.name), path)
         )

@@ -48,14 +48,15 @@ class _Twin:
 
 
 class LayerTwins:
-    """The layers of a model as they were before loading."""
+    """Copies without memory (twins) of a model's layers, as the layers were before their weights were
+    loaded."""
 
     def __init__(self, checkpoint: Checkpoint, stage: Stage) -> None:
         self.checkpoint, self.stage = checkpoint, stage
         self.by_name: dict[str, _Twin] = {}
-        """By the name of each tensor that the model loads: the twin of its layer."""
+        """Maps the name of each tensor that the model loads to the twin of its layer."""
         self._by_stored: dict[str, str] = {}
-        """Name of each of these tensors by its name in the checkpoint, which may have another prefix."""
+        """Maps names of tensors in the checkpoint, which may have another prefix, to the model's names."""
 
     def record(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> None:
         """Copy the layers of a model before it is loaded; `stored` maps the checkpoint's names to shapes."""
@@ -67,11 +68,13 @@ class LayerTwins:
         self._by_stored = {stored_name(name, stored): name for name in self.by_name}
 
     def find(self, name: str) -> str | None:
-        """Return the target of a tensor, by the name of the model or by that of its checkpoint."""
+        """Return the model's name of a tensor, given this name or the name in the checkpoint; None if the
+        model does not load such a tensor."""
         return name if name in self.by_name else self._by_stored.get(name)
 
     def is_unused(self, name: str) -> bool:
-        """Return whether a tensor has no use here: it follows from other tensors or is of another stage."""
+        """Return whether a tensor can be ignored: it follows from other tensors, or belongs to another
+        pipeline stage."""
         layers = self.stage.layers(len(self.checkpoint.facts.layers)) if self.stage.count > 1 else None
         return is_ignored(name, self.checkpoint) or is_of_other_stage(name, layers)
 
@@ -82,7 +85,8 @@ class StagedUpdate:
     def __init__(self, twins: LayerTwins) -> None:
         self._twins = twins
         self._staged: dict[int, tuple[_Twin, Any, set[str]]] = {}
-        """By layer: its twin, the copy with new weights, and the names of the tensors still missing."""
+        """Maps the id of a layer's twin to (twin, copy of the layer with new weights, names of the tensors
+        that are still missing)."""
 
     def check(self, infos: Iterable[TensorInfo]) -> None:
         """Raise a RequestError that names the first tensor that does not fit the model."""
@@ -102,7 +106,8 @@ class StagedUpdate:
 
     @torch.no_grad()
     def put(self, name: str, tensor: Tensor) -> None:
-        """Stage a tensor that was checked."""
+        """Load a tensor that `check` has accepted into a copy of its layer, which `commit` copies to the
+        model."""
         target_name = self._twins.find(name)
         if target_name is None:
             return

@@ -1,4 +1,4 @@
-"""Tables of models, classifiers and draft models by architecture."""
+"""Tables of the classes of models, classifiers and draft models, by architecture name."""
 
 from quire.checkpoint.families import FAMILIES
 from quire.registry import LazyTable
@@ -11,7 +11,7 @@ MODELS = LazyTable(
         "TransformersWithOwnCache": "quire.models.transformers_own_cache:OwnCacheModel",
     },
 )
-"""Models by architecture."""
+"""Model classes by architecture name, as in `architectures` of config.json."""
 CLASSIFIERS = LazyTable(
     "classifier",
     {
@@ -24,7 +24,7 @@ CLASSIFIERS = LazyTable(
         "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
     },
 )
-"""Classifiers by architecture, for classifiers of more than one projection."""
+"""Sequence classifier heads by the architecture of the encoder, for heads of more than one projection."""
 TOKEN_CLASSIFIERS = LazyTable(
     "classifier of tokens",
     {
@@ -35,7 +35,7 @@ TOKEN_CLASSIFIERS = LazyTable(
         "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
     },
 )
-"""Token classifiers by architecture."""
+"""Token classifier heads by the architecture of the encoder."""
 DRAFTS = LazyTable(
     "draft",
     {
@@ -44,4 +44,4 @@ DRAFTS = LazyTable(
         "MTP": "quire.models.drafts:MTP",
     },
 )
-"""Draft models that read the hidden states of a target model."""
+"""Classes of draft models that read the hidden states of a target model, by the draft's architecture."""

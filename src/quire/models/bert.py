@@ -31,9 +31,10 @@ class BertNames(NamedTuple):
     qkv: tuple[str, ...]
     out: str
     norms: tuple[str, str]
-    """Norms after attention and after the MLP, relative to the layer."""
+    """Names of the norms after attention and after the MLP, relative to the layer."""
     mlp: tuple[str, ...]
-    """Up and down of an MLP; or gate, up and down; or a fused up and gate, with the gate last, and down."""
+    """Names of up and down of an MLP; or of gate, up and down; or of a fused up and gate, with the gate last,
+    and down."""
     embed_norm: str = "embeddings.LayerNorm"
 
 
@@ -64,7 +65,8 @@ TODAY = BertNames(
     ("post_attention_layernorm", "post_mlp_layernorm"),
     ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""Names of models with RoPE in checkpoints of current transformers. Others have the older names below."""
+"""Names of models with RoPE in checkpoints that current versions of transformers save. Checkpoints of the
+original code have other names."""
 _NOMIC = BertNames(
     "encoder.layers",
     "attn",
@@ -189,7 +191,8 @@ class Bert(nn.Module):
         )
 
     def stored_names(self, facts: ArchFacts, body: Scope) -> BertNames:
-        """Return the names that the checkpoint uses."""
+        """Return the names of the encoder's layers and their parts in the checkpoint. `body` is the scope of
+        the encoder."""
         return self.names
 
     @property

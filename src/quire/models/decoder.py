@@ -17,7 +17,7 @@ from quire.layers.scope import DecoderNames, Scope
 
 
 class LayerFactory(Protocol):
-    """Constructor of a model's layer."""
+    """Class or function that builds a decoder layer, or the mixer of one, from its hyperparameters."""
 
     def __call__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module: ...
 
@@ -26,9 +26,10 @@ class HiddenWithAux(NamedTuple):
     """Output of a target model, with the hidden states of intermediate layers for its draft model."""
 
     hidden: Tensor
-    """[T, hidden], after the final norm"""
+    """Hidden states after the final norm, [T, hidden]."""
     aux: tuple[Tensor, ...]
-    """[T, hidden] each, in the order of `Decoder.set_aux_hidden_state_layers`"""
+    """Inputs of intermediate layers, [T, hidden] each, in the order of
+    `Decoder.set_aux_hidden_state_layers`."""
 
 
 class Decoder(nn.Module):
@@ -108,14 +109,15 @@ class Decoder(nn.Module):
         return HiddenWithAux(hidden, aux) if aux else hidden
 
     def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Any, ...]:
-        """Return further inputs of every layer, made once per forward pass; x is the first layer's input."""
+        """Return the arguments that every layer gets besides x, residual and batch, computed once per forward
+        pass. `x` is the input of the first layer."""
         return ()
 
     def set_aux_hidden_state_layers(
         self, layers: tuple[int, ...], max_tokens: int, device: torch.device
     ) -> None:
-        """Let each forward pass also return the inputs of these layers. The number of layers stands for the
-        output of the last layer."""
+        """Let each forward pass also return the hidden states before these layers, for a draft model
+        (EAGLE-3). An index equal to the number of layers stands for the output of the last layer."""
         self.aux_layers, self.token_indices = layers, torch.arange(max_tokens, device=device)
 
     def _layer_by_layer(
@@ -145,7 +147,8 @@ class Decoder(nn.Module):
         return copied if residual is None else self.ops.add(copied, x)
 
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the embeddings of tokens and of learned positions, if any; the first norm adds both."""
+        """Return the token embeddings and the embeddings of learned positions (None if there are none) as x
+        and residual, which the first norm adds."""
         assert self.embed is not None, "only the first stage reads tokens"
         x: Tensor = self.embed(batch.token_ids, batch)
         x = x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
@@ -168,7 +171,8 @@ class Decoder(nn.Module):
 
 
 def refuse_pipeline(scope: Scope, models: str) -> None:
-    """Raise if there are pipeline stages, which these models do not support."""
+    """Raise a ConfigError if there are several pipeline stages. `models` names the models that do not support
+    them."""
     if scope.stage.count > 1:
         raise ConfigError(
             f"pipeline_parallel_size > 1 is not supported with {models}: use tensor_parallel_size"
@@ -176,5 +180,6 @@ def refuse_pipeline(scope: Scope, models: str) -> None:
 
 
 def decoder_of(layer: LayerFactory, like: type[Decoder] = Decoder, **names: Any) -> type[Decoder]:
-    """Return a decoder class with these layers, and the checkpoint names of `like` except for `names`."""
+    """Return a decoder class whose layers are built by `layer`. Its checkpoint names are those of `like`,
+    except for `names`."""
     return type("Decoder", (Decoder,), {"Layer": staticmethod(layer), "names": like.names._replace(**names)})

@@ -50,11 +50,13 @@ class DraftHead(nn.Module):
         return x if target.embed_scale == 1 else x * target.embed_scale
 
     def input_states(self, target_states: Tensor) -> Tensor:
-        """Return the states [T, hidden] that `forward` reads, from the target's hidden states."""
+        """Return the states [T, hidden] that `forward` reads, computed from the target model's hidden
+        states."""
         return target_states
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of `logits`, and the states to read with the next tokens, [T, hidden] each."""
+        """Return the input of `logits`, and the states to pass to `forward` with the next tokens, [T, hidden]
+        each."""
         raise NotImplementedError
 
     def logits(self, x: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ class DraftHead(nn.Module):
         return self._target[0].logits(x)
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Map ids of the draft vocabulary to ids of the target."""
+        """Return the target model's token ids for ids of the draft vocabulary, which may be smaller."""
         return ids
 
 
@@ -183,7 +185,8 @@ class Eagle3(DraftHead):
 
 
 class MtpNames(NamedTuple):
-    """Checkpoint names of the MTP layer's parts. `{}` is the number of the model's layers."""
+    """Checkpoint names of the parts of an MTP layer. `{}` in a name stands for the number of layers of the
+    target model."""
 
     layer: str
     join: str

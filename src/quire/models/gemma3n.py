@@ -23,12 +23,12 @@ from quire.models import llama
 from quire.models.decoder import Decoder, refuse_pipeline
 
 _LEAST = 1e-5
-"""Least mean square of a state."""
+"""Lower bound of the mean square by which a state is normalized, against division by zero."""
 
 
 class AltUp(nn.Module):
-    """Alternating updates: predict all states, run the layer on the active state, and correct all states by
-    the layer's output."""
+    """AltUp (alternating updates) for several states per token: predict all states, run the layer on the
+    active state, and correct all states by the layer's output."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class AltUp(nn.Module):
         self.out_scale = Learned(scope / "correct_output_scale", facts.hidden)
 
     def _modalities(self, x: Tensor) -> Tensor:
-        """Route [T, hidden] to [T, inputs]."""
+        """Return the output of AltUp's router, [T, inputs], from which the coefficients of prediction and
+        correction are computed. `x` is [T, hidden], `inputs` the number of states per token."""
         routed = F.linear(self.norm.normalize(x) * self.scale, self.router.vectors)
         return torch.tanh(routed.float()).to(x.dtype)
 
@@ -87,7 +88,7 @@ class SparseMLP(MLP):
         return self.down(gated, batch)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Return the mean over the shards of all devices."""
+        """Return the mean of x over the shards of all tensor-parallel ranks."""
         return self.group.all_reduce(x.float().sum(-1, keepdim=True)) / self.size
 
 

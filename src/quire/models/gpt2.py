@@ -1,6 +1,6 @@
 """GPT-2 and similar models: a plain MLP, mostly layer norms with biases and learned positions.
 
-The models differ in their facts and in their checkpoint names.
+The models differ in their hyperparameters and in their checkpoint names.
 """
 
 from torch import nn

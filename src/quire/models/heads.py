@@ -69,7 +69,7 @@ class Reward(nn.Module):
 DistilBertClassifier = partial(Reward, dense="pre_classifier", out="classifier")
 RobertaClassifier = partial(Reward, dense="classifier.dense", out="classifier.out_proj", activate=torch.tanh)
 BertClassifier = partial(Reward, dense="pooler.dense", out="classifier", activate=torch.tanh, in_body=True)
-"""The pooler of BERT is a dense layer and tanh."""
+"""Sequence classifier of BERT: the pooler (dense layer and tanh), then a projection to the classes."""
 
 
 # ---- output layers of one task
@@ -89,10 +89,10 @@ class MaskedLMNames(NamedTuple):
     dense: str
     norm: str
     decoder: str
-    """Output projection; if the checkpoint does not store one, the embedding is used."""
+    """Name of the output projection; if the checkpoint does not store it, the token embedding is used."""
     bias: str
     activation: str | None = None
-    """Activation; None for the activation of the body."""
+    """Activation function; None for that of the encoder."""
 
 
 _ROBERTA = MaskedLMNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", "gelu")
@@ -112,7 +112,7 @@ _MASKED_LM = {
     "RobertaModel": _ROBERTA,
     "XLMRobertaModel": _ROBERTA,
 }
-"""Checkpoint names by the architecture of the body."""
+"""Checkpoint names of the masked language model head, by the architecture of the encoder."""
 
 
 class MaskedLM(LoadedModule):

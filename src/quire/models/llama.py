@@ -1,4 +1,4 @@
-"""Llama, and families that differ only in their facts: Mistral, Qwen, SmolLM, Granite, Phi, GLM."""
+"""Llama, and families that differ only in their hyperparameters: Mistral, Qwen, SmolLM, Granite, Phi, GLM."""
 
 from torch import Tensor, nn
 

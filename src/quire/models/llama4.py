@@ -16,7 +16,8 @@ from quire.models.decoder import decoder_of
 
 
 def temperature_scales(temperature: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
-    """Return the query scale of each position, [max_len, 1], from position `first` on; None if all are 1."""
+    """Return the query scales 1 + factor * log(1 + floor(position / step)), [max_len, 1], for positions from
+    `first` on; None if all are 1. `temperature` is (step, factor)."""
     if temperature is None or scope.max_len - 1 + first < temperature[0]:
         return None
     step, factor = temperature
@@ -29,7 +30,8 @@ class Attention(llama.Attention):
     are scaled by position."""
 
     first_position, scales_rope_layers = 1, False
-    """Position of the first token, and whether queries with RoPE are scaled as well."""
+    """Position of the first token in the formula of query scales, and whether the queries of layers with RoPE
+    are scaled as well."""
     query_scales: Tensor | None
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:

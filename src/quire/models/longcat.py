@@ -39,8 +39,8 @@ class LongcatMixture(nn.Module):
         return self.sum(out) + x * identity_weight.to(x.dtype)
 
     def _find_unused(self, ids: Tensor) -> Tensor:
-        """Return experts that each token did not choose, as stand-ins for identity experts: an expert must
-        not appear twice for a token."""
+        """Return, for each token, experts that it did not choose. They stand in for identity experts, since
+        an expert must not appear twice for a token. `ids` are the chosen experts."""
         free = torch.ones(len(ids), self.num_experts + 1, device=ids.device)
         free.scatter_(1, ids.long().clamp(max=self.num_experts), 0.0)
         return free[:, :-1].topk(ids.shape[1], 1).indices.to(ids.dtype)

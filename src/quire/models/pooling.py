@@ -132,7 +132,7 @@ _HEADS: dict[str, Callable[..., nn.Module]] = {
     "reward": heads.Reward,
     "value": heads.ValueHead,
 }
-"""Classifiers of decoders, by `PoolingFacts.head`."""
+"""Classifier heads of decoders, by `PoolingFacts.head`."""
 
 
 def _take_head(model: nn.Module) -> Head | None:

@@ -38,7 +38,7 @@ class AttentionCall(NamedTuple):
     """Arguments of an attention call of transformers."""
 
     q: Tensor
-    """[1, heads, T, head_dim]; keys and values likewise"""
+    """Queries, [1, heads, T, head_dim]; keys (`k`) and values (`v`) likewise."""
     k: Tensor
     v: Tensor
     spec: dict[str, Any]

@@ -66,7 +66,8 @@ class TransformersModel(nn.Module):
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Attach the cache to the model and verify its logits against plain transformers."""
+        """Attach the KV cache to the loaded model, and raise a ConfigError if its logits in a self-test
+        differ from those of plain transformers."""
         tail: Any = self.tail
         if self.body is tail:
             raise ConfigError(f"{self.name} is not supported: it has no base model separate from its head")
@@ -92,11 +93,12 @@ class TransformersModel(nn.Module):
         bind_blank(layers, self.scope.device)
 
     def matches(self, expected: Tensor, trial: SelfTest) -> bool:
-        """Return whether the model computes the `expected` logits for the trial's sequences."""
+        """Return whether the model computes the `expected` logits for the sequences of a self-test
+        (`trial`)."""
         return is_same(self.logits_of(trial), expected)
 
     def logits_of(self, trial: SelfTest) -> Tensor:
-        """Return the logits of the trial's sequences."""
+        """Return the logits that the model computes for the sequences of a self-test."""
         return torch.cat([self._run(batch) for batch in trial.steps()])
 
     def _run(self, batch: Batch) -> Tensor:

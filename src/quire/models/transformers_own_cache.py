@@ -19,11 +19,11 @@ logger = get_logger(__name__)
 _CACHES = ("past_key_values", "cache_params", "state")
 """Names of the cache among the arguments and outputs of models."""
 _CHUNKABLE = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
-"""Cache layers that several tokens at once can be added to after the first step."""
+"""Classes of transformers' cache layers to which several tokens at once can be added after the first step."""
 
 
 class _CacheMark(nn.Module):
-    """Stands for the cache of one layer in the engine's memory plan. Its memory is not used."""
+    """Placeholder for the cache of one layer in the engine's memory plan. Its memory is not used."""
 
     def __init__(self, cache_spec: CacheSpec) -> None:
         super().__init__()
@@ -47,9 +47,11 @@ class OwnCacheModel(TransformersModel):
         super().__init__(facts, scope)
         self.marks = nn.ModuleList(_CacheMark(spec) for spec in cache_specs(facts) if spec is not None)
         self.caches: dict[int, Any] = {}
-        """The cache of the sequence in each row. The first token of a sequence replaces it."""
+        """Transformers' cache of the sequence in each batch row. The first token of a new sequence replaces
+        it."""
         self.cache_name = ""
-        """Name of the model's cache argument. Empty if there is none: `caches` then has all inputs so far."""
+        """Name of the model's cache argument. Empty if the model has none: `caches` then holds the token ids
+        or embeddings of the sequence so far."""
 
     def place_cache(self) -> None:
         names = inspect.signature(self.body.forward).parameters
@@ -112,7 +114,8 @@ class OwnCacheModel(TransformersModel):
         return torch.cat(hidden)
 
     def _compute_all(self, row: int, tokens: Tensor, earlier: Tensor | None) -> Tensor:
-        """Compute the sequence in a row again with more tokens, which are ids or embeddings."""
+        """Compute the sequence in a batch row again from the start, for models without a cache. Return the
+        hidden states of the new `tokens`. These and the `earlier` tokens are ids or embeddings."""
         body: Any = self.body
         if earlier is not None and earlier.ndim != tokens.ndim:
             embed = body.get_input_embeddings()

@@ -37,7 +37,8 @@ Integers are scaled to the range from -1 to 1."""
 
 
 def decode_audio(data: bytes, take: Take = lambda num_bytes: None) -> Audio:
-    """Decode an audio file to mono samples. `take` is called with numbers of bytes to reserve."""
+    """Decode an audio file to mono samples at the sample rate of the file. `take` is called with each number
+    of bytes to reserve before memory is allocated."""
     if data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE":
         return _decode_wav(data, take)
     return _decode_with_pyav(data, take)

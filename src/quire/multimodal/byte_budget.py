@@ -80,7 +80,7 @@ class ByteBudget:
 
 
 class BudgetShare:
-    """Limits the sum of the bytes of all items of one request."""
+    """A limit on the bytes of all media items of one request together."""
 
     def __init__(self, most: int) -> None:
         self._most, self._num_bytes = most, 0
@@ -95,10 +95,11 @@ class BudgetShare:
 
 
 class BudgetHold:
-    """The bytes of a `ByteBudget` that are reserved for one item of a request."""
+    """Reservation of bytes in a `ByteBudget` for one item (image, video or audio) of a request."""
 
     def __init__(self, budget: ByteBudget, share: BudgetShare | None) -> None:
-        """`share` is the limit of the whole request; without it, the bytes do not count towards a request."""
+        """Reserve bytes of `budget` for one item. `share` is the limit of the item's request; without it, the
+        bytes do not count towards a request."""
         self._budget, self._share = budget, share
         self.num_bytes = 0
 

@@ -64,7 +64,7 @@ class _Transient(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Target of one HTTP request: a url, or the url of a redirect."""
+    """Destination of one HTTP request: the url of a media item, or a url to which it redirects."""
 
     url: str
     parts: SplitResult
@@ -186,7 +186,8 @@ class Fetcher:
         raise AssertionError
 
     async def _follow(self, url: str, take: Take) -> Blob:
-        """Fetch a url and follow redirects. The url of each redirect is checked like the first url."""
+        """Return the bytes at a url, following redirects. The url of each redirect is checked like the first
+        url."""
         target = _target(url)
         for _ in range(self._num_hops + 1):
             answer = await self._get(target, take)
@@ -204,7 +205,7 @@ class Fetcher:
         raise Unreachable(f"{_shown_url(url)} has more than {_MAX_HOPS} redirects")
 
     async def _get(self, target: _Target, take: Take) -> HttpAnswer:
-        """Send the request to the first address of the host that answers."""
+        """Send a GET request to the first address of the host that answers, and return the response."""
         reason = ""
         for address in await self._addresses(target):
             try:
@@ -227,8 +228,8 @@ class Fetcher:
         raise _Transient(reason)
 
     async def _addresses(self, target: _Target) -> list[str]:
-        """Resolve the host, and raise Unreachable unless all of its addresses are allowed. The connection
-        uses these addresses, so that a second DNS answer cannot change the target."""
+        """Return the addresses of the host, and raise Unreachable unless all of them are allowed. The
+        connection uses these addresses, so that a second DNS answer cannot change the target."""
         is_allowed = target.host in self._domains
         if self._domains and not is_allowed:
             raise Unreachable(f"{target.host} is not one of the hosts of --allowed-media-domains")

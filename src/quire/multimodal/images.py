@@ -26,7 +26,7 @@ HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _LARGEST = 1e4
-"""Upper bound of normalized pixel values."""
+"""Upper bound of the absolute values of normalized pixels, for the check of settings."""
 _MAX_PARTS = 64
 _MAX_SIDE = 8192
 """Maximum height or width in pixels that settings may have."""
@@ -138,8 +138,8 @@ class PixelScaling:
         return table
 
     def __call__(self, pixels: NDArray[np.uint8] | None = None, **more: NDArray[np.uint8]) -> Arrays:
-        """Return byte arrays transposed from [..., height, width, 3] to [..., 3, height, width], by name,
-        with the table that normalizes them."""
+        """Return byte arrays by name, transposed from [..., height, width, 3] to [..., 3, height, width], and
+        the lookup table with which the worker normalizes them. `pixels` is the array of this name."""
         arrays = more if pixels is None else {"pixels": pixels, **more}
         return self.to_arrays(
             **{name: np.stack([array[..., i] for i in range(3)], axis=-3) for name, array in arrays.items()}
@@ -150,7 +150,8 @@ class PixelScaling:
         return np.stack([self._table[i][pixels[..., i]] for i in range(3)], axis=-3)
 
     def to_arrays(self, **arrays: NDArray[np.uint8]) -> Arrays:
-        """Return byte arrays [..., 3, height, width], by name, with the table that normalizes them."""
+        """Return byte arrays [..., 3, height, width] by name, and the lookup table with which the worker
+        normalizes them."""
         return {name: Array.of(array) for name, array in arrays.items()} | {TABLE: Array.of(self._table)}
 
 
@@ -224,8 +225,8 @@ def size_of(keys: ConfigReader, key: str = "size") -> dict[str, int]:
 
 
 def fitted(size: Mapping[str, int], image: Size) -> Size:
-    """Return the height and width to resize an image to: exactly those of `size`, or its shortest edge, with
-    the other edge in proportion."""
+    """Return the height and width to resize an image to: those of `size`, or the edges that follow from its
+    shortest_edge in the image's aspect ratio."""
     if "height" in size and "width" in size:
         return size["height"], size["width"]
     if "shortest_edge" in size and "longest_edge" not in size:
@@ -246,7 +247,8 @@ def fit_size(image: Size, bounds: Size, *, rounding: Callable[[float], int] = ma
 
 
 def center_cropped(pixels: Pixels, size: Size) -> Pixels:
-    """Return the center of an image, cut to this size. An image that is too small is padded with zeros."""
+    """Return the center of an image, cut to this size (height, width). An image that is too small is padded
+    with zeros."""
     height, width = pixels.shape[:2]
     high, wide = size
     if high > height or wide > width:

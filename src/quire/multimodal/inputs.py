@@ -16,7 +16,7 @@ from quire.multimodal.processors import Audio, ProcessedItem, Video
 
 
 class MediaLink(NamedTuple):
-    """The url of an image, video or audio file that has to be fetched."""
+    """The url of an image, video or audio file that has to be fetched: http(s):, data: or file:."""
 
     url: str
 

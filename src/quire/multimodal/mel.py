@@ -19,11 +19,11 @@ and nothing aliases from 1 on."""
 _KAISER_BETA = 10.0
 """Shape of the Kaiser window: the stop band is attenuated by 100 dB."""
 _POINTS = 2048
-"""Points of the filter's table between two zero crossings."""
+"""Number of points in the filter's table between two zero crossings."""
 _PHASES = 1000
 """Maximum number of filter phases. Other ratios of sample rates are approximated to some millionths."""
 _AT_ONCE = 1 << 14
-"""Output samples that are computed at once."""
+"""Number of output samples of the resampler that are computed at once."""
 _LEAST_HZ = 1000
 _LINEAR_HZ, _LINEAR_MELS = 1000.0, 15.0
 """Frequency in Hz, and the same in mels, up to which the mel scale is linear; above, it is logarithmic."""
@@ -115,7 +115,7 @@ def log_mel(
     is_cut: bool = False,
 ) -> Samples:
     """Return the log-mel spectrogram, [frames, mels], clipped at 80 dB below its maximum and scaled as for
-    Whisper. The samples are padded with silence to `frames * hop`, unless `is_cut`."""
+    Whisper. The samples are padded with silence to `frames * hop`, or not padded if `is_cut`."""
     length = len(samples) if is_cut else min(len(samples) + 2 * fft, frames * hop)
     signal = np.zeros(length, np.float64)
     signal[: len(samples)] = samples[: len(signal)]

@@ -93,7 +93,8 @@ def _replace_marks(
 
 
 def _append(tokens: list[int], more: Sequence[int], joined: Join) -> int:
-    """Append tokens. Return 1 if the first was merged with the last token before it, else 0."""
+    """Append tokens to the list `tokens`. Return 1 if the first of them was merged with the last token of the
+    list (`joined`), else 0."""
     both = joined(tokens[-1], more[0]) if tokens and more else None
     if both is None:
         tokens += more
@@ -143,7 +144,8 @@ def _bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def _build_item(offset: int, item: PreparedItem, num_merged: int = 0) -> MediaItem:
-    """Build the item of a span without its first `num_merged` tokens, which are merged with the text."""
+    """Return the media item of a placeholder span at position `offset` of the prompt. The first `num_merged`
+    tokens of the span are left out, since they are merged with text."""
     processed = item.processed
     return MediaItem(
         modality=item.modality,

@@ -105,7 +105,8 @@ class MediaProcessor:
         )
         self._keys = MediaKeys(section.mm_hasher_algorithm)
         self._texts: Lru[KnownText] = Lru(_TEXTS_BYTES)
-        """Items that were sent as text, by digest, so that known texts are not decoded again."""
+        """Items that were sent as a data: url or base64, by the digest of the text, so that known texts are
+        not decoded again."""
         self._reading, self._arguments = section.media_io_kwargs, section.mm_processor_kwargs
         self._max_pixels, self._max_bytes = env.max_image_pixels, int(env.media_max_mb * 2**20)
         self._fetching = ByteBudget(_REQUESTS * self._max_bytes)
@@ -198,15 +199,16 @@ class MediaProcessor:
         return PreparedItem(raw.item.modality, key, processed, None if is_here else raw)
 
     async def _digest(self, raw: RawItem) -> bytes | None:
-        """Return a digest of an item that was sent as text; None for other items, or without a cache."""
+        """Return a digest of the text of an item that was sent as a data: url or base64; None for other
+        items, or if there is no cache."""
         text = raw.item.text
         if text is None or not self.processor_cache.is_open:
             return None
         return self._keys.of(*raw) if len(text) < _LONG else await self._in_thread(self._keys.of, *raw)
 
     async def _name_item(self, raw: RawItem, hold: BudgetHold) -> tuple[RawItem, bytes]:
-        """Return the item and its name in the cache. Without a uuid, the content is loaded to compute the
-        name."""
+        """Return the item and its name in the processor cache, a hash. For an item without a uuid, the
+        content is loaded first, since the name is computed from it."""
         if raw.item.uuid is None:
             raw = raw._replace(item=await self._load_content(raw.item, hold))
         return raw, await self._in_thread(self._keys.of, *raw)

@@ -42,7 +42,7 @@ class ProcessorCache:
         self._core_keys: Lru[None] | None = Lru(max_bytes) if replicated else None
         """Cache keys of the items whose arrays the engine core has; None if not `replicated`."""
         self.count: Callable[[int, int], None] = lambda queries, hits: None
-        """Function that is called with the numbers of lookups and of hits."""
+        """Metrics function, called with the number of lookups and the number of hits."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -21,11 +21,12 @@ class EPTokens(NamedTuple):
     num_real: int
     """Number of this engine's tokens, without padding."""
     room: int
-    """Number of tokens that every engine has buffers for."""
+    """Number of tokens to which every engine pads its own."""
 
 
 class ExpertPlaces:
-    """The slots of a layer's experts on all devices, as tables in device memory that are updated in place."""
+    """The slots of a layer's experts on all devices, as tables in device memory that are updated in place. A
+    slot holds the weights of one expert, or of a replica of it."""
 
     def __init__(
         self, placement: Placement, num_experts: int, rank: int, width: int, device: torch.device
@@ -54,7 +55,8 @@ class ExpertPlaces:
             table[:-1].copy_(torch.tensor(values, dtype=torch.int32))
 
     def of(self, ids: Tensor) -> Tensor:
-        """Return the global slot of each expert; replicas are used in turn by token."""
+        """Return the slot of each expert, counted over all devices; replicas of an expert are used in turn by
+        token."""
         ids = self._clamp(ids)
         if self._places.shape[1] == 1:
             return self._places[:, 0][ids]
@@ -62,7 +64,8 @@ class ExpertPlaces:
         return self._places[ids, replica]
 
     def here(self, places: Tensor) -> Tensor:
-        """Convert global slots to slots of this device; -1 if the slot is on another device."""
+        """Convert slots counted over all devices to slots of this device; -1 if the slot is on another
+        device."""
         slots = places - self.rank * self.num_slots
         return torch.where((slots >= 0) & (slots < self.num_slots), slots, -1)
 
@@ -76,7 +79,7 @@ class ExpertPlaces:
 
 
 class ExpertDispatch:
-    """Dispatch between devices that hold the same tokens: each device computes its own experts.
+    """Expert-parallel dispatch between devices that hold the same tokens: each computes its own experts.
 
     The result must be summed over the tensor-parallel group.
     """
@@ -90,7 +93,8 @@ class ExpertDispatch:
         self.group, self.tp = group, tp
         self.strategy, self.num_redundant = strategy, num_redundant
         self.num_few = num_few
-        """Largest number of tokens of a step that `SendDispatch` gathers."""
+        """Largest number of tokens of a step for which `SendDispatch` gathers all tokens instead of sending
+        them."""
 
     def place(self, num_experts: int, device: torch.device) -> ExpertPlaces:
         """Return the slots of one MoE layer's experts, at their initial placement."""
@@ -112,8 +116,8 @@ class ExpertDispatch:
 
 
 class _DataParallelDispatch(ExpertDispatch):
-    """Dispatch between engines with different tokens. Tensor-parallel ranks have the same tokens; each of
-    them dispatches an equal part."""
+    """Expert-parallel dispatch between engines with different tokens. Tensor-parallel ranks have the same
+    tokens; each of them dispatches an equal part."""
 
     def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
         """Return the bytes of all engines' tokens and of the outputs."""
@@ -197,7 +201,8 @@ class SendDispatch(GatherDispatch):
 def open_dispatch(
     world: World, backend: str, *, strategy: Strategy = "linear", num_redundant: int = 0, num_few: int = 0
 ) -> ExpertDispatch | None:
-    """Build the dispatch of a worker; None without expert parallelism."""
+    """Build the dispatch of a worker; None without expert parallelism. `num_few` is the largest number of
+    tokens of a step for which the backend `all2all` gathers all tokens instead of sending them."""
     group, tp = world.ep, world.tp
     if group.size == 1:
         return None

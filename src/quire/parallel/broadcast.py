@@ -15,7 +15,7 @@ PACKED_BYTES = 1 << 30
 
 
 class Sized(Protocol):
-    """A tensor, or a description of one."""
+    """A tensor, or a description of one by shape and dtype."""
 
     @property
     def shape(self) -> Sequence[int]: ...

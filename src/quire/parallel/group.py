@@ -22,7 +22,7 @@ class Group:
         self.rank, self.size = rank, size
 
     def share(self, size: int) -> int:
-        """Return this rank's share of a size, which is the same for all ranks."""
+        """Return this rank's share of a size: the size divided by the number of ranks."""
         assert size % self.size == 0
         return size // self.size
 

@@ -21,7 +21,7 @@ LARGEST_BYTES = 4 << 20
 """Bytes of the largest tensor that is summed through symmetric memory; for larger tensors NCCL is as fast."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _TWO_SHOT_SIZES = (2, 4, 8)
-"""Group sizes that torch's kernels support."""
+"""Group sizes for which torch's all-reduce with two barriers is used; other groups sum small tensors only."""
 _ALIGNMENT = 16
 """Alignment in bytes of the kernels' loads."""
 

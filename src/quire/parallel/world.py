@@ -88,5 +88,5 @@ def _create_group(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return the device with an index, by default that of the current one."""
+    """Return a CUDA device with an index; a device without one stands for the current GPU."""
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

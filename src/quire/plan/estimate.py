@@ -186,8 +186,8 @@ def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
 def fits(
     checkpoint: Checkpoint, machine: Machine, precision: str, wanted: Wanted, *, tp: int, pp: int
 ) -> MemoryFit:
-    """Return whether a model fits in a precision on `tp` x `pp` devices, as `quire serve` would find on this
-    machine. Nothing is loaded."""
+    """Return the memory of a model in a precision on `tp` x `pp` devices, and why it does not fit if it does
+    not, as `quire serve` would find on this machine. Nothing is loaded."""
     try:
         config = resolve(
             _settings(precision, wanted, tp, pp),
@@ -261,7 +261,7 @@ def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
 
 
 def _room(config: EngineConfig, memory: Memory) -> CacheRoom:
-    """Return the space of the KV cache on a device without other users."""
+    """Return the space for the KV cache on a device that no other process uses."""
     cache, total = config.cache, config.machine.total_bytes
     kv_bytes = int(total * cache.gpu_memory_utilization) - memory.beside
     if cache.kv_cache_memory_bytes is not None:

@@ -21,7 +21,7 @@ _NEEDED = ("layers", "hidden", "heads", "intermediate", "vocab")
 
 
 class KnownSizes(NamedTuple):
-    """Sizes of a dense decoder that many models share."""
+    """Typical sizes of a dense decoder, from which a model with a known number of parameters is estimated."""
 
     layers: int
     hidden: int
@@ -74,7 +74,8 @@ _ADVICE = (
 
 
 def subject(model: str, env: Env, *, advice: str = _ADVICE, **options: Any) -> tuple[Checkpoint, str]:
-    """Return the model, and a note if it was approximated. The error for a model that is not found ends with
+    """Return the checkpoint to plan for, and a note if its sizes were approximated (else an empty text).
+    `model` is a path, a hub id, a URL or sizes. The error for a model that is not found ends with
     `advice`."""
     load_plugins()
     if "=" in model:

@@ -211,7 +211,8 @@ def _first_number(fit: MemoryFit) -> float:
 def _remedy(
     checkpoint: Checkpoint, device: Accelerator, count_: int, wanted: Wanted, fits: list[MemoryFit]
 ) -> str:
-    """Return what would fit: fewer requests at once, or the number of devices."""
+    """Return advice for a model that does not fit: fewer concurrent requests, more devices, or a lower
+    precision."""
     held = max((fit.cache.num_tokens for fit in fits if fit.cache is not None), default=0)
     if held >= wanted.context:
         return (

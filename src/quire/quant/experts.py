@@ -26,7 +26,7 @@ class ExpertShape:
     """Shard of the intermediate size; None: the whole size."""
 
     def matrices(self) -> dict[str, tuple[Shard, Shard]]:
-        """Return the shards of outputs and inputs of an expert's gate, up and down."""
+        """Map gate, up and down to the (shard of outputs, shard of inputs) of an expert's matrix."""
         up = self.inner or Shard(self.intermediate), Shard(self.hidden)
         return {"gate": up, "up": up, "down": up[::-1]}
 

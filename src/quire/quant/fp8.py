@@ -196,7 +196,7 @@ class Fp8Matrices(nn.Module):
         self.scale = frozen_parameter(scale)
 
     def pieces(self) -> list[dict[str, Piece]]:
-        """Return the tensors to load, by part."""
+        """Return for each part its tensors to load, by the suffix of their checkpoint names."""
         weights = self.weight.split(self.sizes_out, self.axis)
         if self.per == "tensor":
             scales = list(self.scale.unbind(-1))
@@ -206,8 +206,8 @@ class Fp8Matrices(nn.Module):
         return [self._pieces_of(*pair) for pair in zip(weights, scales, strict=True)]
 
     def whole(self) -> dict[str, Piece]:
-        """Return the tensors to load if all parts are stored in one tensor; a per-tensor scale goes to the
-        first part."""
+        """Return the tensors to load if all parts are stored in one tensor, by the suffix of their checkpoint
+        names; a per-tensor scale goes to the first part."""
         return self._pieces_of(self.weight, self.scale[..., 0] if self.per == "tensor" else self.scale)
 
     def _pieces_of(self, weight: Tensor, scale: Tensor) -> dict[str, Piece]:

@@ -410,7 +410,8 @@ def _join_offsets(parts: list[tuple[Int4Codes, Tensor | None]], dtype: torch.dty
 
 
 def _add_offsets(x: Tensor, product: Callable[[Tensor], Tensor], offsets: Tensor, group: int) -> Tensor:
-    """Return product(x), plus for each group its offsets times the sum of its inputs."""
+    """Return product(x), plus the part of zero points that `product` omits: for each group its `offsets`
+    [groups, outputs] times the sum of its inputs."""
     sums = x.unflatten(1, (-1, group)).sum(2, dtype=torch.float32)
     return product(x) + (sums.to(offsets.dtype) @ offsets).to(x.dtype)
 

@@ -159,7 +159,7 @@ def _read_torchao_pairs(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Ten
 _TILE_INPUTS, _TILE_OUTPUTS = 16, 8
 """Inputs and outputs of a tile of the tensor cores, in weights that torchao has packed for them."""
 TILED_INPUTS = 1024
-"""Number to whose multiple the inputs of weights packed in tiles are padded."""
+"""The inputs of weights that torchao has packed in tiles are padded to a multiple of this number."""
 _TILE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Index of the input in each field of a word of 8 codes, from the lowest bits on."""
 

@@ -82,7 +82,7 @@ class Int8Matrices(nn.Module):
         self.scales = empty_parameter(*lead, num_scales, dtype=torch.float32, device=device)
 
     def pieces(self) -> list[dict[str, Piece]]:
-        """Return the tensors to load, by part."""
+        """Return for each part its tensors to load, by the suffix of their checkpoint names."""
         parts, per_channel = self.codes.split(self.sizes_out, self.axis), self.scheme.weights == "channel"
         if self.scales is None:
             return [self._pieces_of(codes, None) for codes in parts]
@@ -90,7 +90,8 @@ class Int8Matrices(nn.Module):
         return [self._pieces_of(*pair) for pair in zip(parts, scales, strict=True)]
 
     def whole(self) -> dict[str, Piece]:
-        """Return the tensors to load if all parts are stored in one tensor."""
+        """Return the tensors to load if all parts are stored in one tensor, by the suffix of their checkpoint
+        names."""
         return self._pieces_of(self.codes, self.scales)
 
     def _pieces_of(self, codes: Tensor, scales: Tensor | None) -> dict[str, Piece]:

@@ -80,8 +80,9 @@ def of_heads(group: Group, heads: int, width: int) -> Shard:
 
 
 def by_group(group: Group, num: int, runs: Runs) -> Runs:
-    """Return this device's `Runs` of an axis with `num` head groups, each contiguous in the checkpoint: whole
-    groups, or a part of one group. `runs` are the shards of the axis if it is ordered by projection."""
+    """Return this device's `Runs` of a fused projection (such as query, key and value) that the checkpoint
+    stores by `num` groups of heads: whole groups, or a part of one. `runs` are its shards if stored
+    projection by projection."""
     whole = sum(run.all for run in runs)
     if num % group.size == 0:
         return (divided(group, whole),)

@@ -76,7 +76,8 @@ _KERNELS = (
 
 
 class Routes(Protocol):
-    """A kernel that computes a router's matmul and selects experts (`Ops.route`) at once."""
+    """A kernel that computes a router's logits and selects experts in one call; returns the ids and weights
+    of the experts, each [T, per_token] (as `Ops.route`)."""
 
     def __call__(self, x: Tensor, *, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
@@ -89,8 +90,8 @@ class StoredTensors(nn.Module):
         that `parts` returns."""
 
     def finish(self) -> None:
-        """Finish loading; called once. A weight class that does not override `finish` can be saved in this
-        state, and restored by filling its tensors and calling `find_kernels`."""
+        """Repack the loaded tensors and choose kernels; called once. Only a weight class that does not
+        override this method can be saved in a sharded state and restored from it."""
         self.repack()
         self.find_kernels()
 

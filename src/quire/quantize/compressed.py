@@ -28,7 +28,7 @@ _FILE_BYTES = 4 << 30
 
 
 class RoundingPlan:
-    """The choice of weights to quantize, and of their group size."""
+    """The weights of a model that are quantized, and the group size of their scales."""
 
     def __init__(
         self, stored: SourceModel, scheme: RoundingScheme, group: int | None, ignore: Iterable[str]
@@ -45,7 +45,7 @@ class RoundingPlan:
             for module, shape in modules.items()
             if not _UNQUANTIZED.search(module) and not any(pattern.search(module) for pattern in patterns)
         }
-        """Modules to quantize."""
+        """Maps the names of modules to quantize to the shapes of their weights."""
         self.ignored = sorted({"lm_head", *modules} - {*self.modules})
         self._check_supported()
         self.group = self._choose_group(group) if scheme.grouped else 0

@@ -23,13 +23,14 @@ from quire.quantize.vocab import gguf_vocab
 from quire.text.tokenizer import load_tokenizer
 
 _TYPE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.I)
-"""The quantization type in a file name."""
+"""Pattern of the quantization type at the end of the name of a GGUF file, such as -Q4_0."""
 GGUF_KINDS = {
     "gguf-q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
     "gguf-q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 _ENDS = ("token_embd.weight", "output.weight")
-"""Tensors that are stored in at least 8 bits, since every token uses them."""
+"""Names of the embedding and the output head, which are stored in at least 8 bits, since every token uses
+them."""
 _EXACT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias", "attn_sinks.weight")
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -14,12 +14,13 @@ from quire.sampling.rows import Ints
 from quire.sampling.transfer import to_device
 
 _NUM_BUFFERS = 3
-"""Number of buffers: usually the masks in the oldest buffer have been applied when it is used again."""
+"""Number of mask buffers in rotation: enough that the masks in the oldest have usually been applied when it
+is reused."""
 
 
 def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
-    """Pack masks for the kernels: `into` [masks, 1 + words] gets the position in the batch and the bits of
-    each. `places` [max_rows] maps rows to positions in this batch."""
+    """Write grammar masks in the format of the kernels to `into` [masks, 1 + words]: the mask's row of
+    logits, then its bits. `places` is the result of `SamplingRows.places`."""
     into[:, 0] = places[masks.rows]
     if len(masks.sample_index):
         into[:, 0] += masks.sample_index
@@ -27,8 +28,8 @@ def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
 
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
-    """Mask `logits` [N, V] in place, on a CPU without native kernels. Rows are processed one by one, so that
-    only one mask at a time is unpacked."""
+    """Set the logits [N, V] of tokens that the masks `packed` (see `pack`) disallow to -inf in place, on a
+    CPU without native kernels. Only one mask at a time is unpacked, to save memory."""
     vocab, kind = logits.shape[1], torch.int32 if logits.dtype == torch.float32 else torch.int16
     never = torch.tensor(-torch.inf, dtype=logits.dtype).view(kind).item()
     rows = logits.view(kind).numpy()
@@ -49,7 +50,8 @@ class HostMasks:
     """Applies grammar masks to logits on the host."""
 
     def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
-        """Mask `logits` [N, V] in place; return the packed masks (see `pack`)."""
+        """Set the logits [N, V] of disallowed tokens to -inf in place; return the packed masks. For `places`
+        and the format see `pack`."""
         packed = torch.empty((len(masks.rows), 1 + masks.bits.shape[1]), dtype=torch.int32)
         pack(masks, places, packed.numpy())
         if native.serves(logits.device, logits.dtype):
@@ -95,7 +97,8 @@ class _Buffer:
         self.sent, self.applied = torch.cuda.Event(), torch.cuda.Event()
 
     def make_room(self, rows: int, width: int) -> None:
-        """Resize the buffers, after the previous masks have been applied."""
+        """Resize the buffers to `rows` masks of `width` int32 elements, after the previous masks have been
+        applied."""
         self.applied.synchronize()
         if self.memory.shape == (rows, width):
             return
@@ -116,7 +119,8 @@ def open_masks(device: torch.device) -> MaskApplier:
 
 
 class ConstrainedRows:
-    """A copy of the logits after grammar masks, for rows with further restrictions, such as bad words."""
+    """Copy of rows of logits after grammar masks, which is restored where further restrictions, such as bad
+    words, leave no token."""
 
     def __init__(self, logits: Tensor, at: NDArray[np.intp]) -> None:
         self._index = to_device(at, logits.device)

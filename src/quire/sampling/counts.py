@@ -55,7 +55,8 @@ class Counts:
         count_tokens(self.counts, to_device(lines, self.device), token_ids)
 
     def take_back(self, rows: Ints, state: SamplingRows, token_ids: Tensor, wrong: Tensor) -> None:
-        """Undo the counts of those tokens [N] of `rows` that are `wrong` [N]."""
+        """Subtract those of the counted tokens `token_ids` [N] of `rows` for which `wrong` [N] is true, such
+        as rejected draft tokens."""
         penalised = to_device((state.flags[rows] & PENALTIES) != 0, self.device)
         places = to_device(rows.astype(np.int64), self.device) * self.vocab + token_ids
         self.counts.view(-1).index_add_(0, places, -(penalised & wrong).int())

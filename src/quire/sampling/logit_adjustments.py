@@ -13,7 +13,7 @@ from quire.sampling.timestamps import apply_timestamp_rules
 from quire.sampling.transfer import to_device
 
 REMOVING = ALLOWED | BANNED | HELD | TIMED
-"""Flags that may leave a row without a token."""
+"""Flags of `SamplingRows.flags` for features that ban tokens, and so may leave a row without a token."""
 _ADJUSTING = REMOVING | BIASED | PENALTIES
 
 

@@ -145,7 +145,7 @@ class ProcessorBatch:
     def __init__(
         self, make: Callable[[], list[LogitsProcessor]], state: SamplingRows, history: History
     ) -> None:
-        """Build the processors with `make`, now and after one of them has failed."""
+        """Build the processors by calling `make`, which is called again after one of them has failed."""
         self._make = make
         self._state, self._history = state, history
         self._params: dict[int, tuple[SamplingParams, bool]] = {}
@@ -155,7 +155,7 @@ class ProcessorBatch:
     def _start(self) -> None:
         self._processors = self._make()
         self.invariant = [item for item in self._processors if item.is_argmax_invariant()]
-        """Processors that are applied after the temperature."""
+        """Processors that never change the most likely token; they are applied after the temperature."""
         self.others = [item for item in self._processors if not item.is_argmax_invariant()]
         self._batch: list[_Entry] = []
         self._order: Ints | None = None
@@ -220,7 +220,8 @@ class ProcessorBatch:
             entry.output_ids.extend(tokens[entry.row, known : num_tokens[entry.row]].tolist())
 
     def apply(self, logits: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
-        """Apply processors to the logits [N, V] of the rows of the step."""
+        """Return the logits [N, V] of the step's rows after the calls of `processors`, which see them in the
+        order of their batch."""
         if self._order is None or not processors:
             return logits
         index = None if self._is_sorted else to_device(self._order.astype(np.int64), logits.device)

@@ -74,7 +74,8 @@ def prompt_logprobs(
 
 
 def _normaliser(logits: Tensor, mode: str) -> Tensor:
-    """Return [R, 1], the value to subtract from each logit for `mode`."""
+    """Return [R, 1], the value to subtract from each logit for `mode`: the log-sum-exp of the row, or 0 for
+    `*_logits`."""
     if mode.endswith("logits"):
         return torch.zeros_like(logits[:, :1])
     return logits.logsumexp(dim=-1, keepdim=True)

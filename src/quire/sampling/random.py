@@ -106,7 +106,8 @@ def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) 
 
 
 def _find_mass(best: Tensor, floor: Tensor, peak: Tensor, target_mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the floor at which the tokens of `best` have `target_mass`, and whether `best` has that mass."""
+    """Return the logit, at least `floor`, at which the cumulative weight of the sorted logits `best` reaches
+    `target_mass`, and whether it is reached."""
     mass = _weights(best, floor, peak).cumsum(dim=-1, dtype=torch.float64)
     num_short = (mass < target_mass).sum(dim=-1, keepdim=True)
     last = num_short.clamp(max=best.shape[1] - 1)
@@ -121,7 +122,7 @@ def _sort_descending(logits: Tensor) -> Tensor:
 
 
 def _weights(logits: Tensor, floor: Tensor, peak: Tensor) -> Tensor:
-    """Return unnormalized probabilities, 0 below the floor."""
+    """Return the unnormalized probabilities exp(logits - peak), with 0 for logits below the floor."""
     return (logits - peak).exp_().masked_fill_(logits < floor, 0.0)
 
 

@@ -13,39 +13,40 @@ Ints = NDArray[np.int32]
 
 
 class History(NamedTuple):
-    """The tokens of all rows: prompt, then output."""
+    """Tokens of all running sequences, each of which has a row: prompt, then output."""
 
     tokens: Ints
-    """[max_rows, max_len]"""
+    """[max_rows, max_len], token ids"""
     num_tokens: Ints
     """[max_rows], the position of the next token"""
     prompt_lens: Ints
-    """[max_rows]"""
+    """[max_rows], number of prompt tokens"""
 
 
 # Features of a row, as bits of `flags`: one OR over the batch gives the work that a step can skip.
 RANDOM = 1 << 0
 LIMITED = 1 << 1
-"""top_k, top_p or min_p"""
+"""Flag of rows whose request has top_k, top_p or min_p."""
 PENALTIES = 1 << 2
 ALLOWED = 1 << 3
 BANNED = 1 << 4
-"""bad_words"""
+"""Flag of rows whose request has bad_words."""
 HELD = 1 << 5
-"""min_tokens, and tokens that the model must not generate"""
+"""Flag of rows with min_tokens, or with tokens that the model must not generate."""
 BIASED = 1 << 6
 LOGPROBS = 1 << 7
 LISTED = 1 << 8
-"""logprob_token_ids"""
+"""Flag of rows whose request has logprob_token_ids."""
 TIMED = 1 << 9
-"""timestamps"""
+"""Flag of rows that follow Whisper's timestamp rules."""
 
 _ENTRY = np.dtype([("row", np.int32), ("token_id", np.int32), ("value", np.float64)])
 _PAD = -1
 
 
 class TokenTable:
-    """A table of entries (row, token id, value); the entries of a row stay in the order of insertion."""
+    """Table of the entries (row, token id, value) of a feature such as logit_bias; the entries of a row stay
+    in the order of insertion."""
 
     def __init__(self) -> None:
         self._entries = np.empty(64, _ENTRY)
@@ -151,7 +152,7 @@ class SamplingRows:
         self.sample_temperature = np.zeros(max_rows, np.float32)
         """Temperature, with 0 for greedy rows."""
         self.top_k = np.zeros(max_rows, np.int64)
-        """0 is off."""
+        """top_k of each row; 0 is off."""
         self.top_p = np.ones(max_rows, np.float64)
         self.min_p = np.zeros(max_rows, np.float64)
         self.repetition = np.ones(max_rows, np.float32)
@@ -183,8 +184,8 @@ class SamplingRows:
         stop_ids: Sequence[int],
         num_new: int = 0,
     ) -> None:
-        """Assign the row to a request. `min_tokens` bans `stop_ids`. The request's adapter adds `num_new`
-        tokens."""
+        """Assign the row to a request. `stop_ids` are banned until the request's `min_tokens`. Its LoRA
+        adapter adds `num_new` tokens to the vocabulary."""
         self.release(row)
         self.admission[row] += 1
         flags = 0 if params.greedy else RANDOM
@@ -261,8 +262,8 @@ class SamplingRows:
         return int(np.bitwise_or.reduce(self.flags[rows])) & ~(RANDOM | LIMITED)
 
     def places(self, rows: Ints) -> Ints:
-        """Return [max_rows], the first position of each row in this batch, -1 if it has none. Valid until the
-        next call."""
+        """Return [max_rows]: the first position of each row in `rows`, the rows of the batch, and -1 for
+        other rows. The array is valid until the next call."""
         self._places.fill(-1)
         self._places[rows[::-1]] = np.arange(len(rows) - 1, -1, -1, dtype=np.int32)
         return self._places

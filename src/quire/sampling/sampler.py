@@ -23,7 +23,8 @@ from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Hi
 from quire.sampling.transfer import take_rows, to_device
 
 Resample = Callable[[Masks, Ints], Tensor | None]
-"""Function (grammar masks, first batch position of each row) -> sampled token ids, or None if it cannot."""
+"""Function that samples again under grammar masks. It gets the masks and each row's first position in the
+batch, and returns the token ids, or None if it does not support the step."""
 _FREE = Masks()
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
@@ -40,16 +41,17 @@ class Sampled:
     sampling_masks: dict[int, list[list[int]]] = field(default_factory=dict)
     """Token ids that could have been sampled for each token, by row; empty if requests do not return them."""
     aligned: dict[int, list[int]] = field(default_factory=dict)
-    """Token timestamps of aligned prompts, by row."""
+    """Index of the encoder state at which each token begins, by row, for prompts aligned with audio."""
     routes: tuple[Tensor, Tensor] | None = None
-    """`StepRoutes` on the host, complete when the tokens are; None if requests do not return experts."""
+    """Fields of `StepRoutes` (cache slots and expert ids of the step's tokens) in host memory, complete when
+    the sampled tokens are; None if requests do not return expert ids."""
     counts: Counts | None = None
     """Token counts for penalties; of rows with draft tokens they include all sampled tokens, as if
     accepted."""
 
     def result(self, rows: NDArray[Any], token_ids: Ints, counts: Ints) -> StepResult:
-        """Return the step's result. `counts` are the numbers of accepted tokens of `rows`; empty if all are
-        1."""
+        """Return the step's result from `token_ids` in host memory. `counts` are the numbers of accepted
+        tokens of `rows`; empty if each row has one."""
         if len(counts) and self.logprobs:
             count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
             self.logprobs = {row: values[: count_of[row]] for row, values in self.logprobs.items()}
@@ -146,8 +148,8 @@ class Sampler:
         tensors: SamplingTensors | None,
         masks: Masks,
     ) -> Sampled:
-        """Sample more rows than fit at once, or rows with several samples: the first samples of all rows
-        come first."""
+        """Sample rows that do not fit at once, or that have several samples: the first sample of every row
+        comes before the second of any row."""
         sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=self.device))
         sampled.counts = self.counts
         draws, step = _draws(rows), rows_at_once(self.vocab)
@@ -264,7 +266,7 @@ class Sampler:
 
 
 def _draws(rows: Ints) -> NDArray[np.intp]:
-    """Return the index of each sample among the samples of its row, which are adjacent."""
+    """Return for each element of `rows` its index among the samples of the same row, which are adjacent."""
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     indices: NDArray[np.intp] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
     return indices

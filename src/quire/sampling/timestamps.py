@@ -19,13 +19,13 @@ class TimestampBounds(NamedTuple):
     `end`."""
 
     zero: Ints
-    """First timestamp token."""
+    """Id of the first timestamp token in the vocabulary."""
     text: Ints
     """Text tokens below this id are not allowed."""
     first: Ints
     """First allowed timestamp."""
     end: Ints
-    """End of the allowed timestamps."""
+    """First timestamp token after the allowed ones."""
 
 
 def bounds_of(rows: Ints, state: SamplingRows, history: History, vocab: int) -> TimestampBounds:

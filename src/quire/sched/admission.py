@@ -26,7 +26,7 @@ from quire.sched.targets import Targets
 
 
 class Admitter:
-    """Has the queue of waiting requests, and chooses those that get a row, which means that they run."""
+    """Holds the queue of waiting requests, and chooses those that get a row, which means that they run."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Admitter:
             self.targets.warn_of_steps(self.running)
 
     def _limit_prompts(self, pending: Ints) -> None:
-        """Limit the prompt tokens of the next step beside rows that decode: if several tenants have requests,
-        and by the targets of these rows."""
+        """Limit the prompt tokens of the next step, since they delay the decodes in it: if several tenants
+        have requests, and if decodes have a target for inter-token latency."""
         limits, running = self.limits, self.running
         limits.paced_tokens = None
         if self.shares is None and self.targets is None:
@@ -117,8 +117,9 @@ class Admitter:
         return self.media.undivided(self.running, chunks, self.limits)
 
     def _levels(self, pending: Ints, request: Request | None) -> tuple[NDArray[np.float64], float]:
-        """Return the level of each row in order, and of a waiting request: the lowest gets tokens first.
-        Levels are those of the tenants; within a tenant they follow the time at which a prompt must start."""
+        """Return a number for each row of `running.order` and one for a waiting request: the lowest gets
+        tokens first. They are ordered by the levels of the tenants (computed tokens divided by weight), and
+        within a tenant by the time at which a prompt must start to meet its target."""
         tenants = self.running.tenant[self.running.order]
         levels = np.zeros(len(tenants)) if self.shares is None else self.shares.levels[tenants]
         level = 0.0 if self.shares is None or request is None else self.shares.levels.item(request.tenant)
@@ -131,8 +132,8 @@ class Admitter:
         return ranks[:-1], ranks.item(-1)
 
     def _claimant(self, num_pending: int) -> Request | None:
-        """Return the next waiting request if running rows must leave tokens to it. None: it cannot be
-        admitted, or it fits without that."""
+        """Return the next waiting request if running rows must leave tokens of the step to it. None: it
+        cannot be admitted, or the step has room for it anyway."""
         if self.fault_isolation or len(self.running) >= self.limits.max_rows:
             return None
         if (request := self.waiting.next()) is None:
@@ -238,7 +239,7 @@ class Admitter:
         return admitted
 
     def _first_chunk(self, request: Request, hit: Hit, budget: int) -> int:
-        """Return how many of at most `budget` tokens a request computes in its first step."""
+        """Return how many tokens, at most `budget`, a request with this hit computes in its first step."""
         chunk = min(len(request.tokens) - hit.num_tokens, self.limits.max_chunk, budget)
         return self.media.cut(request, hit.num_tokens, self.kv.cut(request, hit, chunk), self.limits)
 

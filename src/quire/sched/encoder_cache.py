@@ -57,7 +57,8 @@ def strip_arrays(media: Media | None) -> Media | None:
 
 @dataclass(slots=True)
 class _Entry:
-    """Vectors that the worker has, or will have once it runs the step that encodes them."""
+    """One item in the cache: vectors that the worker has, or will have once it runs the step that encodes
+    them."""
 
     num_vectors: int
     num_users: int = 0
@@ -73,12 +74,14 @@ class _Row:
     num_done: int
     """Number of leading items whose vectors the row has released again."""
     num_bidirectional: int = 0
-    """See `Media.num_bidirectional`."""
+    """Number of leading prompt tokens that attend to each other in both directions; 0: attention is
+    causal."""
 
 
 @dataclass(slots=True)
 class _PlannedUse:
-    """Vectors that would be held, and encoded, if a step computed tokens of the items considered so far."""
+    """Numbers of vectors that rows would hold, and that would be encoded, if a step computed tokens of the
+    items considered so far."""
 
     num_held: int
     num_encoded: int
@@ -95,9 +98,9 @@ class EncoderCache:
     def __init__(
         self, *, size: int = 0, max_encoded: int | None = None, undivided_items: bool = False
     ) -> None:
-        """`size` is the capacity in vectors. It also limits the vectors encoded per step, unless
-        `max_encoded` is less. An item that exceeds this limit is encoded alone. With `undivided_items`, the
-        tokens of an item are not divided between steps."""
+        """Build the cache. `size` is the capacity in vectors. It also limits the vectors encoded per step,
+        unless `max_encoded` is less. An item that exceeds this limit is encoded alone. With
+        `undivided_items`, the tokens of an item are not divided between steps."""
         self.size = size
         self.max_encoded = size if max_encoded is None else max_encoded
         self.undivided_items = undivided_items
@@ -192,7 +195,7 @@ class EncoderCache:
             self._acquire([(self.rows[row], int(ends[place])) for place, row in self._places(running)])
 
     def _places(self, running: Running) -> list[tuple[int, int]]:
-        """Return the rows with items and their indices in `running.order`."""
+        """Return (index in `running.order`, row) of each row with items."""
         places = np.flatnonzero(np.isin(running.order, list(self.rows)))
         return list(zip(places.tolist(), running.order[places].tolist(), strict=True))
 
@@ -233,8 +236,9 @@ class EncoderCache:
     def _undivided(
         self, spans: list[tuple[int, int]], start: int, chunk: int, limits: StepLimits
     ) -> tuple[int, int]:
-        """Return the tokens before the span in which the chunk ends, and the tokens that include the whole
-        span. Both equal the chunk if it ends in no span, or in a span that is larger than any step."""
+        """Return two lengths that a chunk may have instead of ending inside a span: the tokens before this
+        span, and the tokens up to its end. Both equal the chunk if it ends in no span, or in a span that is
+        larger than any step."""
         end = start + chunk
         for first, behind in spans:
             if first < end < behind and behind - max(start, first) <= limits.max_chunk:
@@ -244,7 +248,8 @@ class EncoderCache:
     # ---- vectors
 
     def _release_computed(self, running: Running) -> None:
-        """Release the vectors of items that are computed, if only by steps in flight: steps run in order."""
+        """Release the vectors of items whose tokens are all computed, also by steps in flight: steps run in
+        order."""
         for row, held in list(self.rows.items()):
             self._release(held, _num_before(held.items, int(running.num_computed[row])))
             if held.num_done == len(held.items) and running.num_computed[row] >= held.num_bidirectional:
@@ -260,8 +265,8 @@ class EncoderCache:
         row.num_done = max(row.num_done, num_done)
 
     def _acquire(self, chunks: list[tuple[_Row, int]]) -> None:
-        """Acquire the items of rows that compute up to `end`. Cached items are held first so that encoding
-        the others does not evict them."""
+        """Hold the vectors of the items of each row that begin before the given end of its computed tokens.
+        Cached items are held first so that encoding the others does not evict them."""
         missing: list[MediaItem] = []
         for row, end in chunks:
             while row.num_taken < len(row.items) and (item := row.items[row.num_taken]).offset < end:

@@ -116,10 +116,10 @@ class Constraints:
         return request.id in self._compiling
 
     def enter(self, request: Request) -> None:
-        """Keep the grammar state, which exists already."""
+        """Do nothing when a request gets a row: its grammar state exists already."""
 
     def leave(self, request: Request) -> None:
-        """Keep the grammar state."""
+        """Do nothing when a request loses its row: its grammar state is kept."""
 
     def drop(self, request: Request) -> None:
         if self._states_by_id.pop(request.id, None) is not None:
@@ -228,7 +228,8 @@ class Constraints:
         return self._matchers
 
     def _mixed_job(self, running: Running, rows: Ints, plan: StepPlan) -> _MaskJob:
-        """Return masks for steps with drafts, or with reasoning before the grammar."""
+        """Return the masks of a step in which rows have drafts, or reasoning that the grammar does not
+        constrain."""
         states = [self._states_by_id[id] for id in running.ids[rows].tolist()]
         drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
         wanted = [
@@ -260,7 +261,8 @@ class Constraints:
         )
 
     def _bits(self, count: int, matched: Sequence[object], width: int = 0) -> Bits:
-        """Return a mask buffer, as wide as the grammars need if any matcher is used."""
+        """Return a buffer for `count` masks of at least `width` 32-bit words each; with any matcher, masks
+        are as wide as the grammars need."""
         if self._grammars is not None and matched:
             width = max(width, self._grammars.num_words)
         return next(self._buffers).take(count, width)

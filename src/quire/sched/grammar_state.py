@@ -10,7 +10,7 @@ from quire.data.step_plan import Verdict
 
 
 class GrammarMatcher(Protocol):
-    """The state of a sequence in its grammar."""
+    """The state of one sequence in its grammar; `advance` moves it by a generated token."""
 
     def advance(self, token_id: int) -> Verdict: ...
 
@@ -34,7 +34,8 @@ class GrammarState:
         self._generated: list[int] = []
         """Tokens since the start of the output, or since the reasoning was opened."""
         self._text_matcher: GrammarMatcher | None = None
-        """The matcher if the tokens that seem to open the reasoning are text; None: they cannot be text."""
+        """Matcher for the case that the generated tokens, which could open the reasoning, are text of the
+        grammar instead. None: the grammar does not allow them as text."""
         if self._reasoning is not None and not self._is_open:
             if not self._reasoning.start:
                 self._reasoning = None
@@ -58,7 +59,8 @@ class GrammarState:
 
     @property
     def extra_token(self) -> int | None:
-        """Return a token allowed in addition to the matcher's, or alone without a matcher; None: no token."""
+        """Return a token allowed in addition to the matcher's, or alone without a matcher: the next one that
+        opens the reasoning, or that closes it when its token budget is spent. None: no such token."""
         if self._reasoning is None:
             return None
         if not self._is_open:

@@ -97,7 +97,7 @@ class KVManager:
         self.share_prefixes = share_prefixes
         self.windows = tuple(windows)
         self.tables: list[list[Table]] = [[[] for _ in range(max_rows)] for _ in windows]
-        """By group and row; the tables of a row are equally long. None: released."""
+        """By layer group and row; a row's tables are equally long. None: released behind the window."""
         self.capacity: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens that the tables of each row can hold."""
         self.num_indexed: Ints = np.zeros(max_rows, np.int32)
@@ -107,7 +107,7 @@ class KVManager:
         self._max_blocks = [most_blocks(_MAX_TOKENS, window, **sizes) for window in windows]
         """The most blocks that a row can hold in each group."""
         self.marks = [bytes([group] if group else []) for group in range(len(windows))]
-        """Suffixes that distinguish the keys of the groups."""
+        """Suffixes of block keys, one per layer group, so that the keys of the groups differ."""
         self._groups = list(zip(self.tables, self.marks, strict=True))
         self._newly_indexed: list[Block] = []
         self.tiers: LowerTiers | None = None
@@ -161,7 +161,7 @@ class KVManager:
         return Hit(length * self.block_size, blocks, num_seen * self.block_size)
 
     def state_key(self, request: Request, hit: Hit) -> bytes | None:
-        """Return the key of the checkpoint that a hit needs; None if it needs none."""
+        """Return the key of the SSM state checkpoint that a request starts from; None: it needs none."""
         if self.states is None or not hit.num_tokens:
             return None
         return request.block_keys[hit.num_tokens // self.block_size - 1] + STATE_MARK
@@ -178,7 +178,7 @@ class KVManager:
             self.tiers.note_evicted(blocks)
 
     def num_created(self, request: Request, hit: Hit) -> int:
-        """Return how many prompt tokens a request adds to the prefix cache after its hit."""
+        """Return how many prompt tokens a request adds to the prefix cache beyond those of its hit."""
         full = request.prompt_len // self.block_size * self.block_size
         return max(full - hit.num_tokens, 0) if self.share_prefixes else 0
 
@@ -191,7 +191,7 @@ class KVManager:
         return hits
 
     def _longest_in_windows(self, keys: list[bytes], length: int, find: Find) -> int:
-        """Return the most blocks, up to `length`, that all groups with a window can restore."""
+        """Return the most leading blocks, up to `length`, that all groups with a window can restore."""
         before = -1
         while before != length:
             before = length
@@ -201,8 +201,8 @@ class KVManager:
         return length
 
     def _longest_in_window(self, keys: list[bytes], length: int, window: int, mark: bytes, find: Find) -> int:
-        """Return the most blocks, up to `length`, for which all blocks inside the window of the next token
-        are cached."""
+        """Return the largest number of leading blocks, up to `length`, after which all blocks inside the
+        sliding window of the next token are cached."""
         at = length
         while at > self._num_outside(length * self.block_size, window):
             at -= 1
@@ -215,12 +215,12 @@ class KVManager:
         return [None] * num_outside + [find(key + mark) for key in keys[num_outside:]]
 
     def _num_outside(self, num_computed: int, window: int) -> int:
-        """Return the number of blocks outside the window of the next token."""
+        """Return the number of leading blocks before the sliding window of the next token."""
         return max(num_computed - window + 1, 0) // self.block_size
 
     def fits(self, hit: Hit, num_tokens: int, running: Running, spare: int) -> bool:
-        """Whether a request can be admitted with the blocks for `num_tokens`. Blocks for the known tokens of
-        running rows, one more for each, and `spare` blocks are reserved."""
+        """Whether a request with this hit can be admitted with blocks for `num_tokens`. Blocks for the known
+        tokens of running rows, one more block for each row, and `spare` blocks stay reserved."""
         needed = self._num_reserved(running) + spare if len(running) else 0
         num_blocks = -(-num_tokens // self.block_size)
         for table, max_blocks in zip(hit.blocks, self._max_blocks, strict=True):
@@ -238,7 +238,8 @@ class KVManager:
         return num
 
     def cut(self, request: Request, hit: Hit, chunk: int) -> int:
-        """Return how many of `chunk` tokens after the hit a request computes in its first step."""
+        """Return how many of `chunk` tokens after the hit a request computes in its first step, which may not
+        go beyond the first checkpoint of SSM states."""
         if self.states is None or not (ends := self._boundaries(request, hit)):
             return chunk
         return min(chunk, ends[-1] - hit.num_tokens)
@@ -255,7 +256,7 @@ class KVManager:
         return [end for end in ends if not any(first < end < behind for first, behind in spans)]
 
     def is_checkpoint_planned(self, request: Request, hit: Hit) -> bool:
-        """Whether a longer prefix of the request can be restored after the step being planned."""
+        """Whether the planned step takes an SSM state checkpoint after a longer prefix than the hit."""
         if self.states is None or not self.may_share(request):
             return False
         return self.states.is_checkpoint_planned(request.block_keys, hit.num_tokens, len(request.tokens) - 1)
@@ -289,7 +290,7 @@ class KVManager:
         return block_ids
 
     def num_held(self, rows: RowIds) -> Ints:
-        """Return the number of blocks that rows span; some may be shared or released."""
+        """Return the length of each row's block tables; some blocks may be shared or released."""
         held: Ints = -(-self.capacity[rows] // self.block_size)
         return held
 

@@ -104,7 +104,8 @@ class KVTiers:
         are None."""
         self._next_report = clock() + REPORT_S
         self._reports: list[Future[LoadDone]] = []
-        """Loads without entries: they fetch reports of the workers or release prefixes in other engines."""
+        """Worker calls that load no entries: they fetch reports of the workers or release prefixes in other
+        engines."""
         self._loads: dict[str, _Load] = {}
         """Copies to the device, by request id."""
         self._orphaned: list[_Load] = []

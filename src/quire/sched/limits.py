@@ -36,9 +36,11 @@ class StepLimits:
         self.max_tokens = max_tokens
         self.longest_chunk = longest_chunk or max_tokens
         self.paced_tokens: int | None = None
-        """The most tokens of the next step while other tenants wait for tokens; None: no limit."""
+        """The most tokens of the next step so that its prompts do not delay decodes of other tenants, or
+        decodes with a latency target, too much; None: no such limit."""
         self.least_chunk = 1
-        """Tokens of one request that any step must be able to hold."""
+        """Most tokens of one request that cannot be divided between steps; the token limit of a step is never
+        lower."""
         self._settings = (max_rows, max_tokens)
         self._proven_rows = self._proven_tokens = 0
         """Rows and tokens of the largest step that succeeded."""
@@ -67,8 +69,9 @@ class StepLimits:
         self, pending: Ints, levels: NDArray[np.float64] | None = None, claim: Claim | None = None
     ) -> Ints:
         """Return how many of its `pending` tokens each row computes in a step. Decodes come first, then
-        prompts in order, or by the levels of their tenants, until the budget is spent. Prompts of tenants
-        above the level of a claim leave the claimed tokens unused."""
+        prompts in order, or those with the lowest of the `levels` (computed tokens of the tenant divided by
+        its weight), until the budget is spent. Prompts above the level of a claim leave the claimed tokens
+        unused."""
         chunks, budget = np.minimum(pending, self.max_chunk), self.budget
         if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
             is_prompt = pending > 1

@@ -1,4 +1,4 @@
-"""MaskThread: a thread that runs one job at a time beside its owner."""
+"""MaskThread: a background thread that runs one job at a time, for example to fill grammar masks."""
 
 import sys
 import threading
@@ -9,12 +9,13 @@ from weakref import finalize
 
 Work = Callable[[], None]
 _SWITCH_S = 1e-4
-"""Switch interval of the interpreter while a job runs. Python's default of 5 ms is longer than a step, so the
-job would end only when the owner has nothing else to do."""
+"""Thread switch interval of the interpreter, in seconds, while a job runs. Python's default of 5 ms is longer
+than a step, so the job would wait for the GIL until the thread that started it is idle."""
 
 
 class MaskThread:
-    """Runs one job at a time, for work that releases the GIL."""
+    """A background thread that runs one job at a time, for work that releases the GIL, such as filling
+    grammar masks."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
@@ -54,7 +55,8 @@ def _run_jobs(
     ended: threading.Lock,
     errors: list[BaseException],
 ) -> None:
-    """Run jobs until None comes. The thread does not keep its `MaskThread` alive."""
+    """Run the jobs of the queue until None arrives. The thread has no reference to its `MaskThread`, so that
+    the latter can be deleted."""
     while (work := jobs.get()) is not None:
         begun.release()
         try:

@@ -64,8 +64,9 @@ class MissReasons:
         off_reason: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`marks` are the suffixes of the keys of pages, by group; `unit` is the distance in tokens
-        between checkpoints of SSM states; `off_reason` is the reason for which prefix caching is off."""
+        """Start without any records. `root_key` returns the key before the first block of a request; `marks`
+        are the suffixes of the keys of pages, by layer group; `unit` is the distance in tokens between
+        checkpoints of SSM states; `off_reason` is the reason for which prefix caching is off."""
         self.block_size, self.unit = block_size, unit or block_size
         self.off_reason = off_reason
         self._root_key, self._marks, self._clock = root_key, marks, clock
@@ -73,9 +74,9 @@ class MissReasons:
         self._evicted: RecentEntries[bytes, float] = RecentEntries(limit)
         """Times of evictions, by key of the block."""
         self._continuations: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
-        """By key of a prefix: the last prompt that continued it, as a block number (at most that of the block
-        after the prefix) and the tokens from that block on. All keys of these blocks are added
-        together, so the tokens are forgotten together with them."""
+        """By key of a prefix: the last prompt that continued it, as the number of one of its blocks (at most
+        that of the block after the prefix) and its tokens from that block on. The keys of all blocks with
+        these tokens are added together, so the tokens are forgotten together with them."""
         self._first_blocks: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
         """By cache scope and tokens of a first block: salt and LoRA adapter of the last prompt that began
         with it."""
@@ -90,7 +91,8 @@ class MissReasons:
             entries.clear()
 
     def learn(self, request: Request, tokens: Ints, first: int, end: int) -> None:
-        """Record the full blocks `first` to `end` of a request, which leaves its row."""
+        """Record the full blocks with the numbers `first` to `end` of a request that leaves its row; `tokens`
+        are all its tokens."""
         if first >= end:
             return
         keys, size = request.block_keys, self.block_size

@@ -11,6 +11,7 @@ LEAST_TOKENS = 8
 
 
 def prefill_limit(cost: StepCost, decodes: Decodes) -> int:
-    """Return the number of prompt tokens that the next step may have beside its decodes."""
+    """Return the number of prompt tokens that the next step may have beside its decodes, so that it takes at
+    most SLOWDOWN times as long as the decodes alone, or SHORT_S."""
     seconds = max(SLOWDOWN * cost.step_s(decodes), SHORT_S)
     return max(cost.num_prompt_tokens(seconds, decodes), LEAST_TOKENS)

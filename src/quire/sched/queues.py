@@ -99,8 +99,9 @@ class FcfsQueue(PriorityQueue):
 
 
 class TargetQueue(PriorityQueue):
-    """The prompt that must start first to meet its target; with `by_priority` the lowest priority value
-    precedes that. A request that has run goes to the front."""
+    """Waiting requests in the order in which their prompts must start to meet their targets. With
+    `by_priority`, a lower priority value comes first. A request that has run precedes all others of its
+    priority."""
 
     def __init__(self, targets: Targets, *, by_priority: bool) -> None:
         super().__init__()

@@ -134,8 +134,8 @@ class Running:
         return pending if self.num_stages == 1 else self._spread(pending)
 
     def _spread(self, pending: Ints) -> Ints:
-        """Leave some decodes to the next plans, so that each stage has work: a plan gets an equal part of all
-        decodes, including those in flight."""
+        """Leave some decodes out of `pending` for the next plans, so that each pipeline stage has work: a
+        plan gets an equal part of all decodes, including those in flight."""
         rows = self.order
         decodes = self.num_tokens[rows] - self.num_computed[rows] == 1
         share = -(-int(np.count_nonzero(decodes)) // self.num_stages)
@@ -157,7 +157,7 @@ class Running:
 
     def launch(self, rows: RowIds, num_tokens: Ints, num_drafts: Ints) -> NDArray[np.bool_]:
         """Record that `rows` compute `num_tokens`, including `num_drafts` drafts. Return which of them sample
-        new tokens; their values follow."""
+        new tokens; `fill` adds the values of these tokens later."""
         if len(num_drafts):
             self.num_drafts[rows] += num_drafts
             num_tokens = num_tokens - num_drafts

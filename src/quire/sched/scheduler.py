@@ -56,8 +56,8 @@ class Scheduler:
         routed: RoutedExperts | None = None,
         targets: Targets | None = None,
     ) -> None:
-        """With several pipeline stages, a row is planned after its last token is known, and plans contain
-        these tokens. With `fair`, tokens are divided between tenants (API keys)."""
+        """Build the scheduler. With several pipeline stages, a row is planned once its last token is known,
+        and the plan contains this token. With `fair`, tokens are divided between tenants (API keys)."""
         self.kv, self.routed = kv, routed
         self.limits = StepLimits(
             max_rows=max_num_seqs,

@@ -16,9 +16,11 @@ from quire.sched.step_tokens import StepTokens
 
 _NONE: Ints = np.empty(0, np.int32)
 _RECENT_PLANS = 16
-"""A row that had drafts within this number of plans waits for known tokens to get more."""
+"""If a row had drafts within this number of plans, it is not planned before the value of its last token is
+known, from which the next drafts are made."""
 _RETRY_INTERVAL = 64
-"""Number of plans after which all rows are tried again."""
+"""Number of plans after which rows without recent drafts wait once for the value of their last token, to try
+drafts again."""
 
 
 class Drafts(NamedTuple):
@@ -72,12 +74,13 @@ class Drafting:
         self._proposer = proposer
         self._max_drafts_each = max_drafts
         self._known: dict[int, tuple[int, int]] = {}
-        """By row: its admission, and how many of its tokens the proposer has received."""
+        """By row: the number of its admission, and how many of its tokens the proposer has received."""
         self._num_plans = 0
         self._drafted_in: dict[int, int] = {}
         """By row: the last plan in which it had drafts."""
         self._has_sure_draft: set[int] = set()
-        """Rows whose last proposal was sure."""
+        """Rows with a last proposal that is more likely to be right than ordinary ones
+        (`Proposer.is_sure`)."""
 
     def draft(self, running: Running, chunks: Ints, budget: int) -> Drafts:
         """Draft up to `budget` tokens for the rows of `running.order`, which compute `chunks`."""
@@ -141,8 +144,8 @@ class Drafting:
         return may_draft
 
     def _rows_by_kind(self, rows: RowIds) -> RowIds:
-        """Return the row numbers used by `AdaptiveDraftLength`, which tracks sure drafts of a row separately
-        from ordinary ones."""
+        """Return the indices by which `AdaptiveDraftLength` tracks the acceptance of each row's drafts.
+        Proposals that are sure (`Proposer.is_sure`) have an index of their own."""
         if self._proposer is None:
             return rows
         return rows * NUM_DRAFT_KINDS + np.array(
@@ -151,7 +154,7 @@ class Drafting:
 
     def _max_drafts_before_min_len(self, running: Running, rows: RowIds) -> Ints:
         """Return the most drafts of each row for which `min_tokens` applies to all or none of them, however
-        many are accepted. The worker does not have the lengths in time."""
+        many are accepted. The worker does not know in time how many tokens a row has."""
         num_tokens, min_len = running.num_tokens[rows], running.min_len[rows]
         is_free = num_tokens >= min_len
         left: Ints = np.where(
@@ -167,8 +170,8 @@ class Drafting:
             self._draft_length.admit(row)
 
     def _set_waits(self, running: Running, all_rows: RowIds, rows: RowIds) -> None:
-        """Let rows wait for known tokens, which drafts are made of. A row without drafts lately does not
-        wait, and is tried again every `_RETRY_INTERVAL` plans."""
+        """Set which rows wait until the value of their last token is known, from which drafts are made. A row
+        without drafts lately does not wait, and is tried again every `_RETRY_INTERVAL` plans."""
         running.waits[all_rows] = False
         if self._num_plans % _RETRY_INTERVAL == 0:
             running.waits[rows] = True

@@ -13,9 +13,9 @@ from quire.sched.retention import RetainingPool
 from quire.sched.running import RowIds, Running
 
 _NEVER = 1 << 30
-"""Value of `next` for a row that has no boundary left."""
+"""Value of `StateCache.next` for a row that takes no more checkpoints."""
 _LEAST_HALF = 1024
-"""Smallest boundary, in tokens, that results from halving a prompt repeatedly."""
+"""Smallest position of a checkpoint, in tokens, that results from halving a prompt repeatedly."""
 
 
 class _Save(NamedTuple):
@@ -48,19 +48,20 @@ class StateCache:
         least_gap: int = 0,
         whole_items: bool = False,
     ) -> None:
-        """Build the cache. Boundaries are multiples of `unit` tokens, which is a multiple of the block size.
-        A prompt has a boundary every `interval` tokens; 0: none of these, None: at half, a quarter, ... of
-        the prompt. A prompt that continues a checkpoint has no boundary in the `least_gap` tokens after it;
-        the boundary where it departs from known prompts needs a quarter of this gap. With `whole_items`, no
-        step ends inside of a media item."""
+        """Build the cache. Checkpoints are taken at boundaries: multiples of `unit` tokens, which is a
+        multiple of the block size. A prompt has a boundary every `interval` tokens; 0: none of these, None:
+        at half, a quarter, ... of the prompt. A prompt that continues a checkpoint has no boundary in the
+        `least_gap` tokens after it; the boundary where it departs from known prompts needs a quarter of this
+        gap. With `whole_items`, no step ends inside of a media item."""
         self.pool = RetainingPool(num_slots + 1)
         self.block_size, self.unit, self.interval = block_size, unit, interval
         self.least_gap = least_gap
         self.whole_items = whole_items
         self.next: Ints = np.full(max_rows, _NEVER, np.int32)
-        """The boundary at which the next step of each row must end."""
+        """By row: the position in tokens at which its next step must end, so that a checkpoint can be
+        taken."""
         self._boundaries_left: dict[int, list[int]] = {}
-        """Boundaries that rows have not reached, the next one last."""
+        """By row: positions at which checkpoints are still to be taken, the next one last."""
         self._saves: dict[bytes, _Save] = {}
         """Checkpoints of the step being planned, by key."""
 
@@ -115,7 +116,8 @@ class StateCache:
             self.next[row] = _NEVER
 
     def limit(self, running: Running, pending: Ints) -> Ints:
-        """Limit the pending tokens of each row of `running.order` to those before its next boundary."""
+        """Limit the pending tokens of each row of `running.order` to those before the position of its next
+        checkpoint."""
         if not self._boundaries_left:
             return pending
         rows = running.order

@@ -20,58 +20,64 @@ from quire.sched.running import Running
 Floats = NDArray[np.float64]
 
 FIRST_TOKENS = 64
-"""Prompt tokens beside decodes while nothing is known about their cost."""
+"""Number of prompt tokens that a step computes beside decodes while their cost has not been measured."""
 _MAX_GROWTH = 2
 """A step may have this multiple of the prompt tokens of the largest remembered step: beyond that, the model
 would extrapolate too far."""
 _NUM_PLAIN, _NUM_MIXED = 64, 24
-"""Numbers of remembered steps without prompt tokens, and of each class with prompt tokens."""
+"""Numbers of remembered steps: of those without prompt tokens, and of each class with prompt tokens."""
 _MEMORY = 256
-"""Number of steps with prompt tokens after which one of them is forgotten, so that a class is tried again
-that was slow once."""
+"""Number of later steps with prompt tokens after which a remembered step is forgotten, so that a class of
+steps that was slow once is tried again."""
 _NUM_TERMS, _NUM_CLASSES = 7, 24
 _LEAST_MIXED = 4
 """Steps with prompt tokens that are needed for an estimate."""
 _NUM_STARTUP = 64
-"""Number of first steps, which may have compiled kernels: warnings do not follow from them."""
+"""Number of first steps for which no warnings are logged: their durations may include the compilation of
+kernels."""
 _FIT_INTERVAL, _SURPRISE = 16, 1.5
 """Number of steps after which the costs are fitted again. In the beginning they are fitted after every step,
 and always after a step that took more than this multiple of what was expected."""
 _RIDGE = 1e-6
 """Relative weight of a preference for small costs, which decides between terms that always occur together."""
 _SURE_RATIO = 1.3
-"""Steps that took longer than this multiple of the median of their class count less."""
+"""A step counts less in the fit if its ratio of measured to estimated duration exceeds the median ratio of
+its class by this factor."""
 
 
 class Decodes(NamedTuple):
-    """The decodes of a step, and the number of computed tokens of the prompt beside them."""
+    """The decodes of a step, and `prompt_start`: the largest number of tokens already computed of a prompt
+    that the same step continues."""
 
     num: int
     context: int
-    """Tokens before the decodes, in total."""
+    """Total context length of all decodes, in tokens."""
     prompt_start: int = 0
 
     @classmethod
     def of(cls, running: Running, pending: Ints) -> "Decodes":
-        """Return the decodes of the next step, in which the rows in order may compute `pending` tokens."""
+        """Return the decodes of the next step, in which each row of `running.order` may compute `pending`
+        tokens."""
         computed, is_decode = running.num_computed[running.order], pending <= 1
         start = int(computed[~is_decode].max(initial=0))
         return cls(int(is_decode.sum()), int(computed[is_decode].sum()), start)
 
 
 class StepCost:
-    """Costs of the terms of a step, in seconds."""
+    """Estimates the seconds that a step takes: a sum of terms with fitted costs, times a factor for the class
+    of the step, which depends on its number of prompt tokens."""
 
     def __init__(self) -> None:
         self._costs: Floats = np.zeros(_NUM_TERMS)
         """Seconds per unit of each term."""
         self._classes = [_Samples(_NUM_MIXED if number else _NUM_PLAIN) for number in range(_NUM_CLASSES)]
         self._factors = [1.0] * _NUM_CLASSES
-        """Median of the measured over the summed seconds in each class."""
+        """By class of steps: median ratio of the measured duration to the sum of the terms."""
         self._num_mixed = self._max_prompt_tokens = 0
 
     def learn(self, chunks: Ints, starts: Ints, seconds: float) -> None:
-        """Record the duration of a step that computed `chunks` tokens of each row, after `starts` tokens."""
+        """Record the duration of a step that computed `chunks` tokens of each row, `starts` of whose tokens
+        had been computed before."""
         if seconds <= 0:
             return
         is_decode = chunks == 1
@@ -105,13 +111,14 @@ class StepCost:
         return factor * float(_terms(decodes, num_prompt_tokens) @ self._costs)
 
     def least_s(self, decodes: Decodes) -> float:
-        """Return the seconds of a step with these decodes and prompt tokens, without the seconds that grow
-        with the number of the prompt tokens."""
+        """Return the seconds of a step with these decodes and some prompt tokens, without the seconds that
+        grow with the number of prompt tokens."""
         fixed_s, _, _ = self._parts(decodes)
         return self._factors[_class_of(FIRST_TOKENS)] * fixed_s
 
     def _parts(self, decodes: Decodes) -> tuple[float, float, float]:
-        """Return the summed seconds of a step as a polynomial of its prompt tokens."""
+        """Return the estimated seconds of a step with these decodes as a polynomial in its number of prompt
+        tokens: the constant, linear and quadratic coefficients."""
         _, _, _, step_s, token_s, pair_s, start_s = self._costs.tolist()
         fixed_s = float(_terms(decodes, 0) @ self._costs) + step_s + start_s * decodes.prompt_start
         return fixed_s, token_s + pair_s * decodes.prompt_start, pair_s / 2
@@ -168,7 +175,7 @@ class StepCost:
 
 
 class _Samples:
-    """The terms and seconds of the last steps of one class."""
+    """The last steps of one class: the terms of each step and its measured seconds."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -177,7 +184,8 @@ class _Samples:
         self.num_seen = 0
 
     def add(self, terms: Floats, seconds: float, now: int) -> None:
-        """Add a step at the time `now`, counted in steps, in place of the oldest if there are too many."""
+        """Add a step at the time `now`, counted in steps with prompt tokens. It replaces the oldest step if
+        there are too many."""
         first = int(len(self.seconds) == self._most)
         self.terms = np.concatenate([self.terms[first:], terms[None]])
         self.seconds = np.append(self.seconds[first:], seconds)
@@ -185,22 +193,23 @@ class _Samples:
         self.num_seen += 1
 
     def forget(self, until: int) -> None:
-        """Forget the steps that were added before."""
+        """Forget the steps that were added before the time `until`."""
         first = int(np.searchsorted(self._added_at, until))
         self.terms, self.seconds = self.terms[first:], self.seconds[first:]
         self._added_at = self._added_at[first:]
 
     def ratios(self, costs: Floats) -> Floats:
-        """Return the measured over the summed seconds of each step."""
+        """Return the ratio of the measured seconds to the estimated seconds of each step."""
         return self.seconds / np.maximum(self.terms @ costs, 1e-9)
 
     def factor(self, costs: Floats) -> float | None:
-        """Return the median of `ratios` and of two ratios of 1, since a few steps may be delayed; None
-        without steps."""
+        """Return the factor of the class: the median of `ratios` and of two additional ratios of 1, since a
+        few steps may be delayed. None without steps."""
         return _median([1.0, 1.0, *self.ratios(costs).tolist()]) if len(self.seconds) else None
 
     def weights(self, costs: Floats) -> Floats:
-        """Return the weight of each step, which is lower for outliers of the class."""
+        """Return the weight of each step in the fit; it is lower for steps that were much slower than others
+        of the class."""
         ratios = self.ratios(costs)
         return np.minimum(1.0, _SURE_RATIO * _median(ratios.tolist()) / ratios) ** 2
 
@@ -215,7 +224,8 @@ def _class_of(num_prompt_tokens: int) -> int:
 
 
 def _terms(decodes: Decodes, prompt_tokens: int, pairs: float | None = None) -> Floats:
-    """Return the terms of a step. `pairs` defaults to those of a single prompt."""
+    """Return the values that the fitted costs of a step are multiplied by, such as its number of decodes.
+    `pairs` is the number of pairs of a prompt token and a token before it, by default for a single prompt."""
     if pairs is None:
         pairs = prompt_tokens * (decodes.prompt_start + prompt_tokens / 2)
     start = decodes.prompt_start if prompt_tokens else 0

@@ -24,24 +24,27 @@ from quire.sched.step_cost import Decodes, StepCost
 log = get_logger(__name__)
 
 _MARGIN = 0.85
-"""Part of a target that a step is planned for; the rest is for deviations from the estimate."""
+"""Fraction of a target that a step is planned to take; the remainder is for deviations from the estimate."""
 _SMALL_FACTOR, _LARGE_FACTOR, _NEAR = 4 / 3, 2.0, 0.7
-"""Factors by which prompt tokens may lengthen a step over that of its decodes and a few prompt tokens,
-whatever the target is. The second is used if that step takes more than the given part of the target: many
-prompt tokens may take little longer than a few, and prompts that end sooner leave more steps without them."""
+"""Factors by which prompt tokens may lengthen a step over one of its decodes and a few prompt tokens,
+whatever the target is. The second factor applies if that small step takes more than the fraction _NEAR of the
+target: many prompt tokens may take little longer than a few, and prompts that end sooner leave more steps
+without them."""
 _RENEWAL = 4.0
 """A missed deadline is replaced by one that is this many times as far from the arrival."""
 _COUNT_S = 0.05
-"""Seconds between two counts of the backlog."""
+"""Seconds between two counts of the backlog (the prompt tokens of all requests that are still to be
+computed)."""
 _NO_TARGET_S = 10.0
-"""Target for the order of requests that have none."""
+"""Target for the time to first token, in seconds, that orders the requests without a target."""
 
 
 class Targets:
-    """Limits steps and orders prompts by the targets of their requests."""
+    """Limits the duration of steps, and orders prompts, by the latency targets of the requests."""
 
     def __init__(self, *, fair: bool = False, policy: str = "fcfs") -> None:
-        """Build the policy. `fair`: tokens are divided between tenants; `policy`: scheduling_policy."""
+        """Build the policy. With `fair`, the backlog is counted by tenant; with the scheduling `policy`
+        "priority", by priority."""
         self._fair, self._by_priority = fair, policy == "priority"
         self.cost = StepCost()
         self._backlog, self._counted_at = Backlog(), 0.0
@@ -73,7 +76,8 @@ class Targets:
         return max(LEAST_TOKENS, self.cost.num_prompt_tokens(seconds, decodes))
 
     def due_times(self, running: Running, pending: Ints, now: float) -> NDArray[np.float64]:
-        """Return the `due` time of every row in order. It matters only for prompts; decodes have 0."""
+        """Return for every row of `running.order` the time at which its prompt must start (see `due`); 0 for
+        decodes."""
         times = np.zeros(len(running))
         for place in np.flatnonzero(pending > 1).tolist():
             row = int(running.order[place])
@@ -81,8 +85,8 @@ class Targets:
         return times
 
     def backlog(self, requests: Iterable[Request], running: Running) -> Backlog:
-        """Return the prompt tokens of all requests that are still to be computed, counted at short
-        intervals."""
+        """Return the prompt tokens of all requests that are still to be computed, and the rate at which they
+        are computed. The tokens are counted at short intervals."""
         now = time.monotonic()
         if now - self._counted_at >= _COUNT_S:
             self._counted_at, tokens = now, Counter[tuple[int, int]]()
@@ -97,7 +101,8 @@ class Targets:
         return self._backlog
 
     def _prompt_rate(self, running: Running) -> float:
-        """Return the prompt tokens per second beside the rows that decode now; 0 if it is not known yet."""
+        """Return how many prompt tokens per second are computed beside the rows that decode now; 0 if it is
+        not known yet."""
         if not self.cost.is_known:
             return 0.0
         pending = running.num_tokens[running.order] - running.num_computed[running.order]

@@ -8,7 +8,7 @@ from quire.data.kv_tiers import ON_DISK, REMOTE
 from quire.sched.blocks import Block, BlockPool
 
 IN_LOWER_TIER = Block(-1)
-"""Stands in a `Hit` for a block that only a lower tier or another engine holds."""
+"""Placeholder, in a prefix cache `Hit`, for a block that only a lower tier or another engine holds."""
 
 
 class TierIndex:
@@ -126,7 +126,8 @@ class EntryTiers:
         return any(tier.find(key) for tier in self)
 
     def slot(self, key: bytes) -> int:
-        """Return the host slot of an entry, or ON_DISK; REMOTE if no tier here has it."""
+        """Return the host memory slot of an entry, ON_DISK if only the disk tier has it, or REMOTE if neither
+        has it."""
         if self.host is not None and (slot := self.host.find(key)):
             return slot
         return ON_DISK if self.disk is not None and self.disk.find(key) else REMOTE

@@ -12,7 +12,8 @@ from quire.sched.running import Running
 
 
 class LowerTiers(AdmissionCheck, Protocol):
-    """Blocks in host memory and on disk. Requests wait for those that are copied to the device."""
+    """The tiers of the KV cache below the device: host memory and disk. A request waits while its blocks are
+    copied from there to the device."""
 
     running: Running | None
     """The running requests, for which blocks are reserved."""
@@ -51,11 +52,12 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Forget all blocks."""
 
     def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
-        """Keep the prefix of a request that has ended for this reason, if the request has `offers`, so that
-        another engine can read it. Return its `kv_transfer_params`, or None."""
+        """Keep the prefix of a request that has ended for this reason, if another engine is to read it
+        (`request.offers`). Return the `kv_transfer_params` for that engine, or None."""
 
     def close(self) -> None:
         """End the exchange of prefixes with other engines."""
 
     def weights_changed(self) -> None:
-        """Stop writing blocks to disk and exchanging them with other engines."""
+        """Stop writing blocks to disk and exchanging them with other engines, since files and other engines
+        belong to the old weights."""

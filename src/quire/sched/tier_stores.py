@@ -25,7 +25,7 @@ _Stored = tuple[TierIndex, bytes]
 
 @dataclass(slots=True)
 class _InFlight:
-    """A planned step: the entries that it fills and those that it stores."""
+    """A planned step: the entries that it fills on the device, and those that it copies to lower tiers."""
 
     filled: list[tuple[bytes, Block]]
     to_host: list[_Stored]
@@ -59,7 +59,7 @@ class TierStores:
         self.num_failed = 0
         """Number of entries that were not stored, because no slot was free."""
         self.sizes: list[int] = []
-        """Bytes of each copy."""
+        """Bytes of each copy since the last report of statistics."""
         self.is_unreported = False
         """Whether something was stored since the workers were last asked for their times."""
         self._full: dict[bytes, Block] = {}
@@ -70,7 +70,8 @@ class TierStores:
         """Full blocks of running requests, to copy while few blocks are free: otherwise they would be evicted
         as soon as they are free, by a step that waits for their copies."""
         self._next_search = 0
-        """Number of allocated blocks at which `_ahead` is searched again."""
+        """Count of allocations (`BlockPool.num_taken`) at which free blocks for `_ahead` are searched
+        again."""
 
     def kind_of(self, key: bytes) -> EntryTiers | None:
         """Return the tiers for the entry with this key; None if the model has no entries of its kind."""

@@ -33,7 +33,8 @@ class Key:
     """Whether the key may load and unload models."""
 
     slo_ttft_ms: float | None = None
-    """Latency targets of the key's requests, in milliseconds; None: those of the server."""
+    """Latency targets of the key's requests in milliseconds: `slo_ttft_ms` for the time to first token,
+    `slo_itl_ms` for the inter-token latency. None: those of the server."""
     slo_itl_ms: float | None = None
 
     @property

@@ -78,8 +78,9 @@ class Ledger:
         )
 
     def _check_tokens(self, key: Key, number: int, common: Any) -> tuple[str, TooMany] | None:
-        """Check tokens_per_minute. `common` holds two values that all processes share: the tokens granted
-        since the start, and the time of the last grant in seconds (0: no grant yet)."""
+        """Return None if tokens_per_minute leaves the key tokens, else the counter of refusals to increase
+        and the error. `common`, which all processes share, holds the tokens granted so far and the time of
+        the last grant in seconds (0: none yet)."""
         rate = key.tokens_per_minute
         if rate is None:
             return None

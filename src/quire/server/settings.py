@@ -177,7 +177,8 @@ def _check(settings: ServerSettings) -> None:
 
 
 def parsers_of(api: ApiSection) -> "Parsers":
-    """Return the configured parsers; raise ConfigError for an unknown name."""
+    """Return the reasoning parser and the tool call parser that the settings name; raise ConfigError for an
+    unknown name."""
     from quire.server.openai.answer_pieces import Parsers  # slow to import
 
     return Parsers(

@@ -40,7 +40,8 @@ from quire.server.settings import ServerSettings
 
 LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _POOL_PATHS = ("/sleep", "/wake_up")
-"""Routes of a server with one model that are refused here: the model pool would not know of the change."""
+"""Routes that a server with several models refuses: its `ModelPool`, which decides when models sleep, would
+not know of the change."""
 _STATUS_PATHS = frozenset({"/v1/models", "/health", "/ping", "/load", "/metrics"})
 _MAX_FORM_FIELD = 1 << 16
 """Maximum size in bytes of the part of a form that names the model."""
@@ -51,7 +52,8 @@ _FORM_MODEL = re.compile(rb'name="?model"?[;\r]')
 
 
 class _Names(msgspec.Struct):
-    """The fields of a body that name a model or a LoRA adapter."""
+    """Fields of a request body that name a model or a LoRA adapter; None for a field that the body does not
+    have."""
 
     model: str | None = None
     base_model_name: str | None = None
@@ -65,7 +67,8 @@ class ModelBody(BaseModel):
 
 
 class ServedModel:
-    """One model of a server with several models: its routes, and its state in the model pool."""
+    """One model of a server with several models: its routes, and its entry in the `ModelPool`, which loads
+    models and puts them to sleep."""
 
     def __init__(self, application: Application, pool_model: PoolModel) -> None:
         self.application = application
@@ -74,7 +77,7 @@ class ServedModel:
         routes = (route for route in application.routes.routes if isinstance(route, Route))
         paths = {route.path for route in routes if "POST" in (route.methods or ())}
         self.engine_paths = paths - UNLIMITED_PATHS.keys() - (TOKENLESS_PATHS - LORA_PATHS)
-        """Paths whose POST requests use the engine, so that the model must be awake."""
+        """Paths whose POST requests use the engine. They wait until the model is loaded and not asleep."""
 
     def cards(self) -> dict[str, dict[str, Any]]:
         """Return the entries of /v1/models for the model and its LoRA adapters, by name, with the model's
@@ -90,8 +93,8 @@ class ServedModel:
 
 
 class ModelRouter:
-    """ASGI application that sends each request to the routes of its model. A request that needs the engine
-    waits until the model is awake."""
+    """ASGI application that sends each request to the routes of the model that it names. A request that needs
+    the engine waits until its model is loaded and not asleep."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ def zmq_address(host: str, port: int | str) -> tuple[str, bool]:
 
 
 def token_host(settings: TransferSettings, side_channel_host: str) -> str:
-    """Return the host that `cluster_token` needs: the first on another machine, or loopback if there is
-    none."""
+    """Return the host by which `cluster_token` decides on a token: the first configured host that is another
+    machine, or loopback if all are this machine."""
     hosts = [side_channel_host] if settings.produces else []
     hosts += [host for host, _ in settings.peers] if settings.consumes else []
     local = ("localhost", "::1")

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from hashlib import sha256
 
 _HEAD_BYTES = 64
-"""The first word is the ring position of the next value: it grows with every value, and never wraps."""
+"""Size of the header. Its first word is the ring position of the next value, which grows with every value and
+never wraps."""
 _WAYS = 8
 """Number of entries in the table that a key may use."""
 _ENTRY_BYTES = 64
-"""An entry: the ring position plus 1 (0: none), the length, and the digest of the key."""
+"""Size of a table entry: the ring position plus 1 (0: none), the length, and the digest of the key."""
 _BYTES_PER_ENTRY = 1 << 15
 _MAX_ENTRIES = 1 << 16
 _ALIGNMENT = 64

@@ -269,7 +269,8 @@ def _parse_arguments(call: Any) -> dict[str, Any]:
 
 
 def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
-    """Append a tag to the text of the last message, in place, and return that text without the tag."""
+    """Append a tag to the text of the last message, in place, to find the end of the message in the rendered
+    prompt; return the text without the tag."""
     content = conversation[-1].get("content")
     if isinstance(content, str):
         conversation[-1]["content"] = content + _TAIL_TAG
@@ -287,7 +288,8 @@ def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
-    """Remove the tag after the final message, and the text that the template wrote behind it."""
+    """Return a rendered prompt (`text`) up to the tag after the final message, without what the template
+    wrote behind the tag."""
     tag = _TAIL_TAG.strip()
     end = text.rfind(tag)
     if end < 0 or final_text.strip() not in text:

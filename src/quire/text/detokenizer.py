@@ -149,8 +149,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Stream for all other decoders: decodes the previous and the new tokens together, and removes the text
-    of the previous tokens."""
+    """Stream for decoders that do not work token by token: decodes the previous and the new tokens together,
+    and removes the text of the previous tokens."""
 
     def __init__(
         self,

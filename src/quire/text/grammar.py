@@ -138,7 +138,8 @@ class Grammars:
             self._add(key, params, None)
 
     def _add(self, key: bytes, params: StructuredOutputsParams, lexers: Lexers | None) -> Lexer:
-        """Compile a lexer of a grammar and cache it. `lexers` has those that are cached already, if any."""
+        """Compile one more copy (lexer) of a grammar and cache it by the grammar's digest `key`. `lexers` are
+        the cached copies of the same grammar, or None."""
         params = msgspec.structs.replace(params, **self._switches)
         grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()

@@ -140,8 +140,8 @@ class CpuDevice:
         return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
-        """Return a step of one dummy token for an engine without requests, since the experts need all
-        engines."""
+        """Return a step of one dummy token for an engine without requests: with expert parallelism, every
+        engine must take part in each step."""
         batch, inputs = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
         batch.intermediate_tensors = self.model.receive_buffer(1)
         self._set_ep_tokens(batch, plan)

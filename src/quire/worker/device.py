@@ -146,8 +146,8 @@ class Device(Protocol):
         """Prepare the inputs of a step and return it, ready to run."""
 
     def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
-        """Sample under grammar masks in the captured way; return None if that is not possible. `places`
-        [max_rows] is the index of each row's first sample."""
+        """Sample under grammar masks by the CUDA graph that was captured for this; return None if that is not
+        possible. `places` [max_rows] is the index of each row's first sample."""
 
     def start_readback(
         self, plan: StepPlan, output: ForwardResult, sampled: Sampled, all_rows: Rows
@@ -175,7 +175,8 @@ class StepFeatures(NamedTuple):
 
     @property
     def is_eager(self) -> bool:
-        """Whether the step can be neither recorded as a tape nor captured as a CUDA graph."""
+        """Whether the step must run eagerly: it can be neither recorded as a tape of kernel calls (CPU) nor
+        captured as a CUDA graph."""
         return self.last_visible is not None or self.uses_extra_vocab
 
     def sizes(
@@ -229,15 +230,16 @@ class Model:
 
     @property
     def lora_variants(self) -> tuple[bool, ...]:
-        """Return whether rows have adapters, in each variant of a step to capture: False; True if LoRA is
-        on."""
+        """Return the values of "rows have adapters" for which each step is captured: False, and True if LoRA
+        is on."""
         return (False,) if self.adapters is None else (False, True)
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
         return self.head(states) if batch.logit_lora is None else self.head(states, batch.logit_lora)
 
     def head_of_one(self, states: Tensor) -> Tensor:
-        """Return logits as if every position used the adapter in the first slot, if LoRA is on."""
+        """Return the logits of hidden states, all with the adapter in slot 0 if LoRA is on, to measure
+        memory."""
         if self.adapters is None:
             return self.head(states)
         slots = torch.zeros(len(states), dtype=torch.int32, device=states.device)
@@ -308,7 +310,7 @@ class Model:
 
 
 class NewTokens(NamedTuple):
-    """The step and the rows that get tokens in it."""
+    """The number of a step, and the rows that get tokens in it."""
 
     step: int
     rows: NDArray[np.intp]

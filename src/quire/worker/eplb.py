@@ -42,7 +42,8 @@ class Balancer:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Update the counts after a step, and move experts if it is time."""
+        """Update the counts after a step, and move experts to a new placement every `step_interval` steps:
+        one layer per step with `use_async`, otherwise all layers at once."""
         self._num_steps += 1
         if self._num_steps % self._count_interval == 0:
             counted = [layer.loads for layer in self.layers if layer.loads is not None]

@@ -43,7 +43,7 @@ class PromptLogprobs:
         self._num_logprobs: dict[int, int] = {}
         """Number of top logprobs at each position, by row."""
         self._slot = -1
-        """Adapter slot of the current row."""
+        """LoRA adapter slot of the row whose logprobs are computed; -1 if it has no adapter."""
 
     def begin(self, plan: StepPlan) -> None:
         for row in plan.released:

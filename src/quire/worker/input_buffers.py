@@ -193,8 +193,8 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
 
 def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int = 1) -> None:
     """Fill the arrays of a decode step with padding from sequence `first` on. Padding reads nothing and
-    writes to the row `pad_row`. With several tokens per sequence it reads the first block, since each token
-    must attend to some key."""
+    writes to the row `pad_row`, which begins at `pad_place` in the flattened block tables. With several
+    tokens per sequence it reads the first block, since each token must attend to some key."""
     for name, array in into.items():
         if (padding := _PADDING.get(name.rstrip("0123456789"))) is not None:
             array[first:] = padding

@@ -218,8 +218,8 @@ class LoadedModel:
         return sum(resident) + self.offload.buffer_bytes
 
     def bind(self, num_blocks: int, num_rows: int | None = None, num_checkpoints: int = 0) -> int:
-        """Allocate the cache: blocks, and a state per row (of all rows by default) and per checkpoint for
-        layers with states. Return the number of bytes."""
+        """Allocate the cache: KV blocks, and for layers with SSM states one state per row (by default
+        max_num_seqs rows) and per checkpoint. Return the number of bytes."""
         return bind(
             caching_layers(self.modules.modules()),
             self.layout,
@@ -295,7 +295,8 @@ class LoadedModel:
 
     @property
     def _routes_group(self) -> int | None:
-        """Return `Model.routes_group`; None on all ranks but the first: all ranks choose the same experts."""
+        """Return the KV cache group with the slots that identify tokens, if requests return their experts.
+        None otherwise, and on all ranks but the first, since all ranks choose the same experts."""
         is_wanted = self.config.extensions.enable_return_routed_experts and self.world.tp.rank == 0
         return self.layout.windows.index(None) if is_wanted else None
 

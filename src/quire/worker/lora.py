@@ -28,7 +28,7 @@ class _CachedAdapter(NamedTuple):
 
 
 class _Spares(threading.Thread):
-    """Pins memory for future adapters, once no adapter has been read for `_QUIET_S`."""
+    """A thread that pins memory for future adapters, once no adapter has been read for `_QUIET_S`."""
 
     def __init__(self, slots: AdapterSlots, max_cached: int) -> None:
         super().__init__(name="quire-pinning", daemon=True)

@@ -42,7 +42,8 @@ class Needs:
     """Memory of the device's libraries, and of other processes on it."""
 
     def with_peak(self, activations: int) -> "Needs":
-        """Return the needs with another computation after the step: the larger of the two peaks counts."""
+        """Return the needs if another computation with the peak `activations` follows the step: the larger of
+        the two peaks counts."""
         return replace(self, activations=max(self.activations, activations))
 
     @property

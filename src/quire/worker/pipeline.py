@@ -10,7 +10,8 @@ from quire.errors import EngineError
 from quire.parallel.group import Group, Sending
 
 IntermediateTensors = tuple[Tensor, Tensor]
-"""Output of a pipeline stage for the next one: of its last layer, and the residual, [T, hidden] each."""
+"""Output of a pipeline stage for the next one: the output of its last layer and the residual, [T, hidden]
+each."""
 
 
 class StageLink:

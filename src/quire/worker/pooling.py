@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 _NO_SECOND = np.iinfo(np.int32).max
 _PART = 256
-"""Number of tokens at once for which outputs as wide as the vocabulary are computed."""
+"""Number of tokens for which outputs as wide as the vocabulary are computed at once."""
 
 
 def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], PoolingModel]:
@@ -155,7 +155,8 @@ class PoolingRunner:
                 self.states[row].append(self._with_output(self.params[row], chunk, ids))
 
     def _with_output(self, params: PoolingParams, states: Tensor, ids: Tensor) -> Tensor:
-        """Return a copy of the hidden states of tokens that have an output."""
+        """Return a copy of the hidden states of the tokens that have an output: those with the id
+        `step_tag_id` if it is set, otherwise all but those that the pooling head skips."""
         if params.step_tag_id is not None:
             return states[ids == params.step_tag_id]
         head = self.pooling.head_of(params.task)

@@ -181,7 +181,7 @@ class Rows:
 
     def advance(self, plan: StepPlan) -> None:
         """Advance the rows after the plan is launched: its tokens count as computed, and each sampling row
-        has one more. Drafts do not count yet."""
+        has one more token. Drafts do not count yet."""
         rows = plan.rows.astype(np.intp)
         self.num_computed[rows] += plan.num_tokens
         if len(plan.num_drafts):

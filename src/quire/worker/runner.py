@@ -16,7 +16,8 @@ _FREE = Masks()
 
 
 class Runner:
-    """Runs a plan: updates the rows, computes on the device, samples, and applies the step features."""
+    """Runs a plan: updates the rows, computes on the device, samples, and calls every `StepFeature` before
+    and after."""
 
     def __init__(
         self, *, device: Device, all_rows: Rows, sampler: Sampler, parts: Sequence[StepFeature]

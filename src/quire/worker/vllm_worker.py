@@ -17,7 +17,8 @@ from quire.worker.worker import Worker
 _INSTANCE_NAMES = frozenset(
     ("config", "world", "device", "loaded", "dtype", "adapters", "balancer", "local_rank")
 )
-"""Attributes that instances of a worker have, but its class does not."""
+"""Attributes that instances of a worker have, but its class does not; extension classes must not define
+them."""
 
 
 class ModelRunner:

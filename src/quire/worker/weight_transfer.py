@@ -79,7 +79,8 @@ def _check_keys(what: str, info: Mapping[str, Any], needed: Iterable[str], optio
 
 
 def split(buffer: Tensor, tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
-    """Yield the tensors of a buffer of bytes, in order and without gaps."""
+    """Yield the tensors that these infos describe from a buffer of bytes, in which they lie in order and
+    without gaps."""
     start = 0
     for info in tensors:
         part = buffer[start : start + num_bytes(info)]

@@ -21,8 +21,8 @@ class WeightUpdater:
     def __init__(
         self, model: nn.Module, twins: LayerTwins | None, backend: str, device: torch.device, index: int
     ) -> None:
-        """`twins` are copies of the layers before loading; None if weights cannot be updated. `index` numbers
-        the workers of all engines."""
+        """Build the updater of a worker. `twins` are copies of the layers before loading; None if weights
+        cannot be updated. `index` is the number of the worker among those of all engines."""
         self._model, self._twins = model, twins
         self._backend = backend
         self._transport: WeightTransport | None = (

@@ -119,8 +119,8 @@ def sliding_window(keys: ConfigReader, default: int | None = 4096) -> int | None
 
 
 def layer_kinds(keys: ConfigReader, *known: str, default: list[str] | None = None) -> list[str]:
-    """Return the type of each layer, from `layer_types` or else `default`; raise unless all are among the
-    `known` ones."""
+    """Return the type of each layer: `layer_types` of config.json or, if it is missing, `default`. Raise a
+    ConfigError for a type that is not in `known`."""
     num_layers, kinds = keys.size("num_hidden_layers"), keys.get("layer_types")
     if kinds is None and default is not None:
         kinds = default
@@ -132,8 +132,8 @@ def layer_kinds(keys: ConfigReader, *known: str, default: list[str] | None = Non
 def full_every(
     keys: ConfigReader, every: int, *, first: int | None = None, other: str = SLIDING
 ) -> list[str]:
-    """Return the type of each layer: full attention for one of `every` layers (the last one, or from index
-    `first` on), and `other` for the rest."""
+    """Return the type of each layer. Layers whose index modulo `every` is `first` (default: `every` - 1) have
+    full attention, and all other layers the type `other`."""
     at = every - 1 if first is None else first
     return [FULL if layer % every == at else other for layer in range(keys.size("num_hidden_layers"))]
 

@@ -221,8 +221,8 @@ def _rotary_encoder(keys: ConfigReader, rope: RopeFacts, encoder: EncoderFacts, 
 
 
 def _stretched_rope(keys: ConfigReader, theta: float, length: int) -> RopeFacts:
-    """Read the rope of GTE. Its `ntk` scaling (kexue.fm/archives/9706) is a larger base, and slower
-    frequencies."""
+    """Read the rope of GTE; `theta` is the default rope base. The scaling type `ntk` (kexue.fm/archives/9706)
+    increases the base, divides all frequencies, and sets the maximum length to `length`."""
     scaling = keys.get("rope_scaling")
     if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "ntk":
         return read_rope(_with_theta(keys, theta), _head_dim(keys))

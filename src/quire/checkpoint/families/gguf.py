@@ -271,7 +271,7 @@ def read_gguf_deepseek_experts(arch: ConfigReader, scoring: str, *, renormalized
 
 
 _GATING = {1: "softmax", 2: "sigmoid"}
-"""Router scores by the value of expert_gating_func."""
+"""Maps values of expert_gating_func in GGUF headers to the function that computes router scores."""
 
 
 def deepseek2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:

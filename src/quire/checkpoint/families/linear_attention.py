@@ -40,7 +40,7 @@ _MINIMAX_KEYS = {
     "layernorm_mlp_alpha": "mlp_alpha_factor",
     "layernorm_mlp_beta": "mlp_beta_factor",
 }
-"""Maps keys of the published config.json to those of transformers."""
+"""Maps keys of MiniMax-Text-01's published config.json to those of transformers."""
 
 
 def olmo_hybrid(keys: ConfigReader) -> ArchFacts:

@@ -156,7 +156,8 @@ def _read_experts(keys: ConfigReader) -> MoeFacts:
 
 
 def _kv_sharing_targets(keys: ConfigReader, kinds: list[str], default: int = 0) -> list[int | None]:
-    """Return the targets of `kv_sharing_targets`; no layer shares a KV cache if all layers would."""
+    """Return for each layer the index of the layer whose KV cache it uses; None: the layer has its own. The
+    last num_kv_shared_layers layers share; none does if this is the number of all layers or more."""
     key = "num_kv_shared_layers"
     shared = keys.count(key, default)
     return kv_sharing_targets(keys, key, kinds, shared if shared < len(kinds) else 0)

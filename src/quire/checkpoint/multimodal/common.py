@@ -143,7 +143,7 @@ class ShuffledFacts(TowerFacts):
 
 
 def part(keys: ConfigReader, name: str) -> ConfigReader:
-    """Return a section of config.json by name."""
+    """Return a section (nested object) of config.json by name; raise a ConfigError if it is missing."""
     section = keys.get(name)
     if not isinstance(section, dict):
         raise keys.wrong(name, "an object")

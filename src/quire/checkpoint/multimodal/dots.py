@@ -10,7 +10,7 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class DotsFacts(GridFacts):
-    """An encoder with RMS norms."""
+    """The vision encoder of dots.ocr: an encoder like Qwen2-VL's, with RMS norms."""
 
     is_normed: bool = True
     """Whether there is a norm after all layers."""

@@ -8,7 +8,8 @@ from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 _SSCP = {"sscp_conv_kernel_size": [[3, 3], [3, 3]], "sscp_conv_stride_size": [[2, 2], [2, 2]]}
-"""Supported kernel and stride sizes of the convolutions."""
+"""The only supported kernel and stride sizes of the two convolutions before the conformer layers, by config
+key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Gemma3nFacts:
     heads: int
     mels: int
     channels: tuple[int, int]
-    """Channels of the two convolutions."""
+    """Output channels of the two convolutions before the conformer layers."""
     group_eps: float
     norm_eps: float
     left: int

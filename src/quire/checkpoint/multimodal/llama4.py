@@ -11,7 +11,8 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Llama4Facts(ShuffledFacts):
-    """A vision encoder, its adapter, and the projector."""
+    """A vision encoder, its adapter (two linear layers after pixel shuffle), and the projector to the
+    decoder."""
 
     theta: float
     inner: int

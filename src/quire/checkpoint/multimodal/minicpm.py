@@ -13,7 +13,7 @@ _DECODERS = {
     4.0: "LlamaForCausalLM",
     4.5: "Qwen3ForCausalLM",
 }
-"""Decoder by version."""
+"""Maps versions of MiniCPM-V to the architecture of the decoder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class OmniAudioFacts:
-    """Whisper's layers over chunks of audio. Two states become one token; with `channels`, each state (of
-    eight mel frames) becomes one token."""
+    """The audio encoder: Whisper's layers over chunks of audio. Two states become one token; if `channels` is
+    set, each state (of eight mel frames) becomes one token."""
 
     encoder: WhisperFacts
     window: int
@@ -105,7 +105,8 @@ def thinker(keys: ConfigReader) -> ConfigReader:
 
 
 def marks(keys: ConfigReader, audio: int, start: int, end: int) -> dict[str, int]:
-    """Return the token ids of OmniAudioFacts; `audio`, `start` and `end` are the defaults."""
+    """Return the fields audio_id, start_id and end_id of OmniAudioFacts; `audio`, `start` and `end` are the
+    defaults for ids that config.json does not set."""
     names = {"audio_id": ("audio_token_id", audio), "start_id": ("audio_start_token_id", start)}
     names["end_id"] = ("audio_end_token_id", end)
     return {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in names.items()}

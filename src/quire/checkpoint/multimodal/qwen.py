@@ -53,8 +53,8 @@ class GridFacts:
     pace: float = 0.0
     """M-RoPE positions per second of video; 0: one per temporal patch."""
     times: str = ""
-    """Position of the time of a video frame in the prompt: `before` the frame, `behind` it, or `seconds`,
-    which is behind it and followed by that word. Empty: prompts contain no times."""
+    """Place of timestamps of video frames in the prompt: `before` them, `behind` them, or `seconds` (behind
+    them, followed by the word "seconds"). Empty: prompts contain no timestamps."""
     merger: int = 0
     """Intermediate size of a gated merger; 0: the merger has no gate."""
     head_norms: bool = False
@@ -213,7 +213,7 @@ _SIZES = {
     "merge": ("spatial_merge_size", 2),
     "channels": ("in_channels", 3),
 }
-"""Key in vision_config and default (that of Qwen2.5-VL) of fields of GridFacts."""
+"""Maps fields of GridFacts to (key in vision_config, default value, which is Qwen2.5-VL's)."""
 
 
 def _read_grid(
@@ -222,9 +222,9 @@ def _read_grid(
     marks: dict[str, tuple[str, int]] = _MARKS,
     **facts: Any,
 ) -> GridFacts:
-    """Read an encoder by the keys that all these families share. `defaults` replace those in `_SIZES`;
-    `marks` are keys and defaults of token ids; `facts` are fields of GridFacts, which replace those that are
-    read."""
+    """Read a vision encoder by the keys that Qwen-VL and GLM-V models share. `defaults` replace those in
+    `_SIZES`; `marks` are keys and defaults of token ids; `facts` are fields of GridFacts, which replace those
+    that are read."""
     vision, defaults = part(keys, "vision_config"), defaults or {}
     read: dict[str, Any] = {"activation": vision.get("hidden_act") or "silu", "norm_eps": 1e-6}
     read |= {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in marks.items()}

@@ -14,7 +14,7 @@ class StepFacts:
     """A vision encoder and its projection."""
 
     vit: ViTFacts
-    """Encoder for the whole image."""
+    """The vision transformer; its image size is that of the whole image, crops are smaller."""
     first_norm: bool
     """Whether there is a norm before all layers."""
     last_norm: bool
@@ -44,7 +44,7 @@ class Step3Facts:
     """The vision encoder of Step3, its two convolutions and its projection."""
 
     vit: ViTFacts
-    """Encoder for the whole image."""
+    """The vision transformer; its image size is that of the whole image, crops are smaller."""
     size_mid: int
     """Output size of the first convolution; the output of the second convolution is twice as large."""
     stride: int

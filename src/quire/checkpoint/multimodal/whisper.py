@@ -8,7 +8,7 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class WhisperFacts:
-    """An audio encoder."""
+    """Sizes of an audio encoder with Whisper's layers, which other audio models use as well."""
 
     layers: int
     hidden: int

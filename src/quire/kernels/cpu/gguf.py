@@ -14,7 +14,8 @@ from quire.kernels.gguf_grid import GRID_KINDS, resolve
 
 
 class GGUFForm(NamedTuple):
-    """In-memory format of a ggml type; `type` is its number in gguf_pack.c, `form` that of matrix.h."""
+    """Format in memory of a ggml type. `type` is the number of the ggml type in gguf_pack.c, and `form` the
+    number of the format in matrix.h."""
 
     type: int
     form: int
@@ -82,19 +83,21 @@ _rows = Kernel("quire_rows", "out ids matrix", "num_ids out_bf16")
 
 @functools.cache
 def group_rows() -> int:
-    """Return the number of weight rows per group of the interleaved layout; 0 if this CPU lacks it."""
+    """Return the number of weight rows that the interleaved layout stores together; 0 if this CPU lacks the
+    layout."""
     library = native.library()
     return 0 if library is None else int(library.quire_group())
 
 
 def interleaves() -> bool:
-    """Whether packed weights are interleaved on this CPU, for integer GEMM; float GEMM reads whole rows."""
+    """Whether packed weights are interleaved on this CPU, for its integer GEMM. CPUs without an integer GEMM
+    use the float GEMM, which reads whole rows."""
     return group_rows() > 0
 
 
 def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
     """Convert a weight [rows, bytes] of a GGUF file, of ggml type `kind`, to the format of the C kernels,
-    with the rows of each group `interleaved` or one row after the other."""
+    either with `interleaved` groups of rows or with one row after the other."""
     form, rows = TYPES[kind], len(stored)
     columns = stored.shape[1] // form.stored_bytes * form.stored_columns
     if kind in GRID_KINDS:

@@ -40,7 +40,7 @@ class Matrix:
     columns: int
     interleaved: bool
     row_bytes: int
-    """Bytes per row; for the interleaved layout, the bytes of a group divided by its rows."""
+    """Bytes per row; in the interleaved layout, the bytes of a group of rows divided by their number."""
     scales: Tensor | None = None
     """Scales of fp8 weights, [blocks of rows, blocks of columns] float32."""
     scale_block: tuple[int, int] = (1, 1)
@@ -65,17 +65,18 @@ class Matrix:
 
     @property
     def held(self) -> list[Tensor]:
-        """Return the tensors that `in_c` points to."""
+        """Return the tensors whose addresses are in the result of `in_c`, and which must outlive it."""
         return [self.data] if self.scales is None else [self.data, self.scales]
 
     @property
     def own_bytes(self) -> Tensor:
-        """Return the memory of the rows as uint8, without the padding after them."""
+        """Return the bytes of the weight as uint8, without the padding after the last row."""
         return self.data.flatten().view(torch.uint8)[: self.rows * self.row_bytes]
 
     @property
     def prepared_bytes(self) -> int:
-        """Return the bytes of a row of x that is converted to the input format of the GEMM."""
+        """Return the number of bytes of a row of the input x after its conversion to the input format of the
+        GEMM."""
         if self.interleaved:
             return self.columns // BLOCK * _ROUNDED_BYTES
         return -(-self.columns // _LANES) * _LANES * 4
@@ -105,7 +106,8 @@ class LinearProduct:
         self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
 
     def refresh(self) -> None:
-        """Convert the bias to float32 again, after the tensor of the constructor was changed in place."""
+        """Update the float32 copy of the bias, after the bias passed to the constructor was changed in
+        place."""
         if self.bias is not None and self._stored_bias is not None:
             self.bias.copy_(self._stored_bias)
 

@@ -93,7 +93,8 @@ class CpuExperts:
         self._held = [tensor for part in (*parts, *down) for tensor in part.held]
 
     def refresh(self) -> None:
-        """Convert the biases to float32 again, after the tensors of the constructor were changed in place."""
+        """Update the float32 copies of the biases, after the biases passed to the constructor were changed in
+        place."""
         for bias, stored in zip(self._biases, self._stored_biases, strict=True):
             bias.copy_(stored)
 
@@ -150,7 +151,8 @@ class CpuExperts:
 
     def _scratch(self, num_tokens: int, num_rows: int) -> list[Tensor]:
         """Return the scratch memory for `num_rows` (token, expert) pairs: the tensors of the kernel's
-        arguments from `counts` to `outer`. Only the panels of experts with at least 4 pairs are padded."""
+        arguments from `counts` to `outer`. Only rows of experts with at least 4 pairs are padded to whole
+        panels."""
         panels = num_rows + min(self._num_experts, num_rows // 4) * (PANEL - 1)
         copies = torch.get_num_threads() if num_tokens == 1 else panels
         return [

@@ -46,7 +46,7 @@ class NativeError(Exception):
 
 
 class KernelRecorder(Protocol):
-    """Recorder of kernel calls, such as a tape."""
+    """Interface of recorders of kernel calls, such as `tape.Tape`."""
 
     def add(self, kernel: int, job: ctypes.Structure, tensors: tuple[Tensor, ...]) -> None:
         """Record a kernel call that has run: the address of the C function, its argument (`job`), and the
@@ -148,7 +148,8 @@ def _runner() -> Callable[..., None]:
 
 
 def c_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """Return a function of the library; the ctypes types of its result and arguments are set."""
+    """Return the C function `name` of the kernel library, with the ctypes types of its result and arguments
+    set."""
     loaded = library()
     assert loaded is not None, "call library() first"
     function = loaded[name]

@@ -44,7 +44,7 @@ _rotate = Kernel(
 
 
 class CPUOps(Reference):
-    """`Ops` on a CPU in C; operations without a kernel use torch."""
+    """Operations of a model between its GEMMs (`Ops`) on a CPU in C; those without a kernel use torch."""
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         ids = ids.contiguous()
@@ -211,8 +211,9 @@ def _add_lora(
     tokens: Tensor,
     ranks: Tensor,
 ) -> None:
-    """Run the LoRA kernel (see `Ops.lora`). Without `out` it only shrinks x to `ranks`; without x it only
-    expands `ranks`. With `ids` (an embedding layer), the ranks are rows of `a`."""
+    """Run the LoRA kernel; for the arguments see `Ops.lora`. Without `out` it only computes `ranks` from x
+    and `a`; without x it only adds `ranks` times `b` to `out`. With `ids` (an embedding layer), `ranks` are
+    rows of `a`."""
     weights = [matrix for matrix in (a, b) if matrix is not None]
     like = x if out is None else out
     assert like is not None and len(like) == len(tokens) and {matrix.dtype for matrix in weights} <= {*TYPES}
@@ -241,7 +242,7 @@ def _add_lora(
 
 @cache
 def _ends(sizes: tuple[int, ...]) -> Tensor:
-    """Return the end offsets of consecutive parts of these sizes."""
+    """Return the end offset of each part of a layer's outputs, int64, for parts of these sizes."""
     return torch.from_numpy(np.cumsum(sizes, dtype=np.int64))
 
 

@@ -22,7 +22,8 @@ _MAX_KERNEL, _MAX_DIM = 8, 512
 """Maximum sizes of the convolution kernel and of a state dimension, equal to those in ssm.c."""
 
 _SEQS = "starts rows positions"
-"""Pointers of a kernel to the sequences, as `_seq_tensors` returns them; its first sizes are `_sizes`."""
+"""Names of the pointers by which a kernel gets the sequences, in the order of the tensors of
+`_seq_tensors`."""
 _conv = Kernel(
     "quire_state_conv",
     f"out x weight bias state {_SEQS}",
@@ -52,7 +53,8 @@ _gate = Kernel("quire_gate", "out x gate", "num_rows size stride gate_stride by 
 
 
 class CPUStateOps(StateReference):
-    """`StateOps` on a CPU in C. Sizes beyond the limits of the kernels are computed by torch."""
+    """Operations of layers with an SSM state (`StateOps`) on a CPU in C. Torch computes sizes beyond the
+    limits of the kernels."""
 
     def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
         weight, bias, activated = weights
@@ -144,7 +146,8 @@ def _widened(value: Any) -> Any:
 
 
 class HalfStateOps(StateReference):
-    """`StateOps` for float16 on a CPU: scans are computed in C in float32, the other operations by torch."""
+    """Operations of layers with an SSM state (`StateOps`) for float16 on a CPU: scans are computed in C in
+    float32, the other operations by torch."""
 
     scan = _in_float32(CPUStateOps.scan)
     select = _in_float32(CPUStateOps.select)
@@ -152,7 +155,8 @@ class HalfStateOps(StateReference):
 
 
 def _seq_tensors(seqs: SSMSequences) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors of the sequences in the order of `_SEQS`."""
+    """Return the tensors of the sequences in the order of `_SEQS`: first tokens, rows of the states,
+    positions."""
     return seqs.starts, seqs.rows, seqs.positions
 
 

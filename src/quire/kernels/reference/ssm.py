@@ -44,13 +44,13 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Indices of the short and the longer sequences of a batch, which different kernels compute."""
+    """Division of the sequences of a batch into short and longer ones, which different kernels compute."""
 
     short: Tensor | None
     """[num_short] int32, the sequences with at most `states_per_row` tokens; None if all sequences are."""
     num_short: int
     longer: Tensor
-    """[num_longer] int32, the other sequences."""
+    """[num_longer] int32, the sequences with more tokens."""
     chunks: Tensor
     """[num_chunks, 2] int32, chunks of the longer sequences: (sequence, first token of the chunk in it)."""
 

@@ -42,7 +42,7 @@ class AttentionSeqs(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Factors of scores and values."""
+    """Scale and softcap of attention scores, and scale of the cached values."""
 
     scale: Any
     """Factor of q k^T, which includes log2(e); with a softcap, it gives twice the argument of tanh."""
@@ -235,7 +235,7 @@ def load_queries(
 @triton.jit
 def initial(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
     """Return the initial sum of values, maximum score and sum of weights of the rows. With `counts`, they
-    include attention sinks, which are keys without a value."""
+    include the heads' attention sinks (softmax logits without a value)."""
     acc = tl.zeros([heads.shape[0], BLOCK_D], tl.float32)
     most = tl.full([heads.shape[0]], NEVER, tl.float32)
     total = tl.zeros([heads.shape[0]], tl.float32)

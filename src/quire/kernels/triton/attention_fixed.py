@@ -51,9 +51,10 @@ def _fold(
     out: tl.tensor, out_most: tl.tensor, out_total: tl.tensor, acc: tl.tensor, most: tl.tensor,
     total: tl.tensor, ends: tl.tensor,
 ) -> Any:  # fmt: skip
-    """For the rows whose split ends here, add its result to that of the splits before it. A result is a sum
-    of values, a maximum score and a sum of weights (`acc`, `most`, `total`). Return the sum and the split's
-    result, which is reset for these rows."""
+    """Merge the results of splits that are complete: for the rows where `ends` is true, add the result of the
+    current split (`acc`, `most`, `total`) to that of the splits before it (`out`, `out_most`, `out_total`). A
+    result is a sum of values, a maximum score and a sum of weights. Return both; the split's is reset in
+    these rows."""
     higher = tl.maximum(out_most, most)
     shrink = tl.where(ends, tl.exp2(out_most - higher), 1.0)
     weight = tl.where(ends, tl.exp2(most - higher), 0.0)
@@ -69,7 +70,8 @@ def _add(
     out: tl.tensor, out_most: tl.tensor, out_total: tl.tensor, acc: tl.tensor, most: tl.tensor,
     total: tl.tensor,
 ) -> Any:  # fmt: skip
-    """Add the result of a split to that of the splits before it, for all rows, and return the sum."""
+    """Add the result of a split (`acc`, `most`, `total`) to that of the splits before it, for all rows, and
+    return the result of all: a sum of values, a maximum score and a sum of weights."""
     out, out_most, out_total, acc, most, total = _fold(
         out, out_most, out_total, acc, most, total, out_most == out_most
     )
@@ -129,7 +131,8 @@ def _offsets(
     start: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the offset of each element in the output, computed after the loop to save registers in it."""
+    """Return for each element of a tile its offset in the output. Kernels compute it after their loop over
+    keys, to save registers in the loop."""
     token = (start + tl.arange(0, heads.shape[0]) // GROUP).to(tl.int64)
     return ((token * (kv_heads * GROUP) + heads) * DIM)[:, None] + tl.arange(0, BLOCK_D)[None, :]
 
@@ -174,9 +177,9 @@ def _splits_of(
     seq_lens: tl.tensor, num_queries: tl.tensor, second: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the number of splits of a sequence, their length and the first of them. The queries of a
-    sequence have at most two split lengths: that of the first query, and if `second` that of the last query.
-    With `second` the number is 0 if both lengths are equal."""
+    """Return the number of splits of a sequence, the keys per split, and the index of the first split. The
+    queries of a sequence have at most two split lengths: that of the first query, and if `second` that of the
+    last query. With `second` the number is 0 if both lengths are equal."""
     low = tl.maximum(seq_lens - num_queries, 0)
     size = split_of(low, WINDOW, SPLIT, MOST)
     longer = split_of(tl.maximum(seq_lens - 1, 0), WINDOW, SPLIT, MOST)
@@ -192,7 +195,8 @@ def _count_some(
     seqs: tl.tuple, work: tl.tensor, items: tl.tensor, num_items: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the number of splits of each item (see `fixed_shares`); 0 beyond the last item."""
+    """Return the number of splits of each of `items`, 0 beyond the last item. An item is a sequence with one
+    of the split lengths of its queries; see `fixed_shares`."""
     valid, index = items < num_items, items // KINDS
     seq = index if work is None else tl.load(work + index, mask=valid, other=0)
     num_queries = tl.load(seqs.query_starts + seq + 1, mask=valid, other=0)
@@ -207,8 +211,8 @@ def _share(
     seqs: tl.tuple, work: tl.tensor, num_items: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the splits at..end that this program processes, numbered over all items (see `fixed_shares`),
-    the item in which they begin, and the first split of that item."""
+    """Return the range at..end of splits that this program processes, numbered over all items (see
+    `fixed_shares`), the item in which the range begins, and the first split of that item."""
     offsets = tl.arange(0, _SEQS_AT_ONCE)
     ends = tl.cumsum(_count_some(seqs, work, offsets, num_items, WINDOW, CHUNKED, SPLIT, MOST, KINDS), 0)
     before = tl.max(ends, 0)

@@ -107,8 +107,8 @@ def fixed_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) ->
 
 
 def most_splits(layer: AttentionLayer) -> int:
-    """Return the maximum splits of a sequence in the batch-invariant mode; one sequence can fill the
-    device."""
+    """Return the maximum number of splits of a sequence's keys in the batch-invariant mode, with which a
+    single sequence can fill the device."""
     return min(max(128 // layer.kv_heads, 16), 64)
 
 

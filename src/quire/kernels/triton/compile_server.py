@@ -51,7 +51,7 @@ def encode_job(source: ASTSource, target: Any, options: dict[str, Any]) -> bytes
 
 
 def compile_job(job: bytes) -> None:
-    """Compile a kernel and build its launcher."""
+    """Compile the kernel that a message of `encode_job` describes, and build its launcher."""
     # Trusted: the parent created the connection.
     kernel, signature, constants, attrs, target, options = _Unpickler(io.BytesIO(job)).load()
     compiled = triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
@@ -59,7 +59,8 @@ def compile_job(job: bytes) -> None:
 
 
 def build_launcher(compiled: Any) -> None:
-    """Build the launcher of a kernel, for which some versions of Triton need a C compiler."""
+    """Build the launcher of a compiled kernel: a C extension that starts it, in versions of Triton that have
+    one."""
     with contextlib.suppress(Exception):  # the parent process then builds the launcher
         from triton.backends.nvidia.driver import CudaLauncher
 

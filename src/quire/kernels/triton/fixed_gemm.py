@@ -22,8 +22,8 @@ def _multiply(
     size_out: tl.tensor, a_strides: tl.tuple, b_strides: tl.tuple, out_strides: tl.tuple,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile of a b + bias for matrices of any strides, with a bias per column. Grid: (tiles,
-    batch)."""
+    """Compute a tile of the product a b + bias of matrices with any strides; the bias is per column. Grid:
+    (tiles, batch)."""
     stripes = tl.cdiv(num, ROWS)
     m = tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) // stripes * COLUMNS + tl.arange(0, COLUMNS)

@@ -105,7 +105,8 @@ def gated_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tenso
 
 
 def multiply(x: Tensor, weight: Scaled, bias: Tensor | None, plan: Plan, *, gated: bool = False) -> Tensor:
-    """Compute `linear` or, if `gated`, the function `gated` by `plan`; with None, the gate is not applied."""
+    """Compute `linear`, or the function `gated` if `gated`, with the kernel of `plan`. With a plan of None,
+    the gate is not applied: the result is the gate and up projections."""
     if not isinstance(plan, RowsPlan):
         narrow, scale = quantize(x, grouped=weight.is_blocked)
         return _multiply_narrow(narrow, scale, weight, bias, plan, x.dtype, gated=gated)
@@ -123,7 +124,8 @@ def _multiply_narrow(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Compute `multiply` for x in e4m3 with its scales `x_scale`; the output has the `dtype`."""
+    """Compute `multiply` for x that is already in e4m3, with its scales `x_scale`. The output has the dtype
+    `dtype`."""
     if not isinstance(plan, TilesPlan):
         return _library_gemm(x, x_scale, weight, bias, dtype)
     data, scale = weight
@@ -145,8 +147,8 @@ def _library_gemm(
 
 
 class _Shape(NamedTuple):
-    """Tiles for up to `most` rows: for few outputs, many outputs, long rows (many inputs), and gate with
-    up."""
+    """Plans for up to `most` rows of x, by weight: few outputs, many outputs, long rows (many inputs), and
+    gate with up."""
 
     most: int
     few: TilesPlan
@@ -180,7 +182,8 @@ _REST = TilesPlan(128, 128, 128, 1, 8, 4)
 
 
 def _plan(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> Plan:
-    """Return `choose`; in the batch-invariant mode, tiles without split-K for any number of rows."""
+    """Return the plan of `choose`. In the batch-invariant mode, return tiles without split-K for any number
+    of rows."""
     if not batch_invariant.is_on():
         return choose(num, size_out, size_in, parts, blocked)
     plan = choose(max(num, 2), size_out, size_in, parts, blocked)

@@ -20,7 +20,8 @@ _TILE = tl.constexpr(TILE)
 
 @triton.constexpr_function
 def _first_code(q: int, form: DecodeForm) -> int:
-    """Return the index in a 32-bit word of the first code of columns 8 q..; see `gguf_layout.placed`."""
+    """Return the index within its 32-bit word of the first code of columns 8 q to 8 q + 7 of a unit; see
+    `gguf_layout.placed`."""
     return q % 2 * 2 ** (form.unit == 32) + q // 2 if form.words == 4 else q * (8 // form.words)
 
 
@@ -42,8 +43,8 @@ def _add_eight(
     sums: tl.tensor, excess: tl.tensor, words: tl.tensor, high: tl.tensor, powers: tl.tensor, x: tl.tensor,
     Q: tl.constexpr, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Add the codes of columns 8 Q to 8 Q + 7 of each unit, times x [U, 8]. The other arguments are those of
-    `_add_code`."""
+    """Add the codes of columns 8 Q to 8 Q + 7 of each unit, times x [U, 8], to `sums`, and x times the excess
+    of the codes to `excess`. Shapes are as in `_add_code`."""
     U: tl.constexpr = x.shape[0]
     S: tl.constexpr = _first_code(Q, FORM)
     if FORM.words == 4:
@@ -77,7 +78,7 @@ def _add_units(
     u: tl.tensor, units: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add the products of units `u` [U] of weight rows `n` [R] with those of x to `acc` [R, U]."""
+    """Add the products of units `u` [U] of weight rows `n` [R] with the same columns of x to `acc` [R, U]."""
     exists = inside[:, None] & (u < units)[None, :]
     high = high_of(bits, n, u, exists, units, FORM)
     scale, low = scales_of(bits, n, u, exists, units, FORM)
@@ -105,7 +106,8 @@ def _load_words(
     units: tl.tensor,
     FORM: tl.constexpr, TWO: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Load the words of weight rows `n` and, with TWO, those of the rows `second` of the second tile."""
+    """Load the 32-bit words of codes of weight rows `n` and, with TWO, those of the rows `second`, the
+    program's second tile of weight rows."""
     words = words_of(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
     if TWO:
         return words, words_of(bits, second, u, inside2[:, None] & (u < units)[None, :], units, FORM)
@@ -217,8 +219,8 @@ def _dequantize_eight(
 def _load_units(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Load the words and high bits of units `u` of weight rows `n`, and the `scale` and `low` of
-    `_dequantize_code`."""
+    """Load the words and high bits of units `u` of weight rows `n`, and the scale and the subtrahend (`low`)
+    with which `_dequantize_code` converts their codes."""
     words, high = words_of(bits, n, u, exists, units, FORM), high_of(bits, n, u, exists, units, FORM)
     scale, low = scales_of(bits, n, u, exists, units, FORM)
     if FORM.book == "":
@@ -258,8 +260,8 @@ def _dot_tile(
     at: tl.tensor, units: tl.tensor,
     FORM: tl.constexpr, UNITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add to `acc` [R, NUM] the products of units `at`.. of weight rows `n` [R] with those of NUM rows of
-    x."""
+    """Add to `acc` [R, NUM] the products of UNITS units, from unit `at` on, of weight rows `n` [R] with the
+    same columns of NUM rows of x."""
     u, k = at + tl.arange(0, UNITS), at + tl.arange(0, UNITS * _EIGHT) // _EIGHT
     words, high, scale, low = _load_units(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
     valid = exists[:, None] & (k < units)[None, :]
@@ -302,9 +304,10 @@ def tiles(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile as `_tiles` of matmul.py does; `splits` are split-K results and arrival counters. The
-    rows of the up projection follow those of the gate. If TOP > 0, a row of out is a (token, expert) pair, of
-    token pair / TOP, and `pairs` are the sorted pairs (`moe_align.Sorted`). Grid: (tiles, SPLITS)."""
+    """Compute a tile of the product of x with a packed weight on the tensor cores, like `_tiles` of
+    matmul.py; `splits` are split-K results and arrival counters. The rows of the up projection follow those
+    of the gate. If TOP > 0, a row of out is a (token, expert) pair, of token pair / TOP, and `pairs` are the
+    sorted pairs (`moe_align.Sorted`). Grid: (tiles, SPLITS)."""
     GATED: tl.constexpr = ACTIVATION != ""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     follow(OVERLAP)

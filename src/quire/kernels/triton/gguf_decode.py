@@ -26,7 +26,8 @@ class DecodeForm(NamedTuple):
     subs: str
     book: str
     reach: int
-    """Codes of a word that one shift brings into a mantissa, each `low` bits deeper than the next."""
+    """Number of codes of a word that one shift brings into a mantissa, each `low` bits lower in the mantissa
+    than the next."""
     halved: bool = False
     group: int = 0
     """Columns per scale and zero of an `int4.GroupedWeight`, which replace zero, lows and subs; 0 for GGUF
@@ -35,13 +36,13 @@ class DecodeForm(NamedTuple):
 
 @triton.constexpr_function
 def offset_of(bits: int, is_half: bool) -> int:
-    """Return the offset that is added to the zero point of a group. The sum is subtracted from a code whose
-    bits are in the mantissa of a float, and which therefore has the same offset."""
+    """Return the offset that a code of `bits` bits has while its bits are in the mantissa of a float (a
+    float16 if `is_half`). Zero points have it, too, so that it cancels in code - zero."""
     return 1024 if is_half else 128 if bits == 4 else -128
 
 
 class Bits(NamedTuple):
-    """The tensors of `gguf_layout.Planes` with these names."""
+    """Tensors of a packed weight as kernel arguments: those of `gguf_layout.Planes` with the same names."""
 
     low: Any
     high: Any

@@ -93,7 +93,8 @@ def mix(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute `mix` of kernels/reference/moe.py; the weights have the rows of all experts, concatenated."""
+    """Return for each token the weighted sum of its experts' outputs, [T, hidden] for x [T, hidden]; the
+    reference is `mix` of kernels/reference/moe.py. The weights have the rows of all experts, concatenated."""
     num, top, inner = len(x), ids.shape[1], down.columns
     if not num:
         return torch.empty_like(x)
@@ -246,8 +247,8 @@ def _form_of(name: str) -> DecodeForm:
 
 
 def whole_bits_of(planes: Planes) -> Bits:
-    """Return the planes of a weight with scales and sub-scales viewed as integers; two of them that belong
-    together are one integer."""
+    """Return the tensors of a weight, with scales and sub-scales viewed as integers. The two scales (or
+    sub-scales) of a unit are one integer, so that a kernel reads both at once."""
     form, bits = KINDS[planes.kind], bits_of(planes)
     scales = planes.scales.view(torch.int32 if form.lows or form.halved else torch.int16)
     return bits._replace(scales=scales, subs=planes.subs.view(torch.int16) if form.subs else planes.subs)
@@ -258,8 +259,8 @@ def bits_of(planes: Planes) -> Bits:
 
 
 def _uses_gguf_tiles(form: DecodeForm, x: Tensor) -> bool:
-    """Whether `gguf_tiles`, which dequantizes codes in pairs and loads tiles by TMA, supports format and
-    x."""
+    """Whether this GPU can use the kernel of gguf_tiles.py, which dequantizes codes in pairs and loads tiles
+    by TMA, for the format and the dtype of x."""
     return gguf_tiles.takes(form) and x.dtype.itemsize == 2 and has_room()
 
 
@@ -274,7 +275,7 @@ def _plan(x: Tensor, planes: Planes, parts: int) -> Plan:
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int, *, fixed: bool = False) -> Plan:
     """Return the plan for `num` rows of x and a weight [size_out, size_in]; `parts` is 2 for gate and up. A
-    `fixed` plan does not depend on the number of rows."""
+    `fixed` plan, for the batch-invariant mode, does not depend on the number of rows."""
     if fixed and num:
         return TilesPlan(64, 128, 128, 1, 8, 2)
     if not 0 < num <= _MOST_ROWS:
@@ -294,7 +295,7 @@ def _one_row(planes: Planes) -> GGUFRowsPlan | WholeRows:
 @functools.cache
 def choose_experts(num_pairs: int, num_experts: int, *, fixed: bool = False) -> TilesPlan | None:
     """Return the plan for `num_pairs` (token, expert) pairs; None: multiply each pair on its own. A `fixed`
-    plan does not depend on the number of pairs."""
+    plan, for the batch-invariant mode, does not depend on the number of pairs."""
     mean = num_pairs / num_experts
     if fixed:
         return TilesPlan(64, 128, 128, 1, 8, 3)

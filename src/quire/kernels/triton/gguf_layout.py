@@ -15,14 +15,15 @@ from torch import Tensor
 from quire.kernels.gguf_grid import GRID_KINDS, read_grid_blocks
 
 TILE = 4
-"""Number of rows with interleaved values per unit."""
+"""Number of adjacent weight rows whose values per unit, such as scales, are stored interleaved."""
 _MOST_WEIGHTS = 1 << 24
 """Maximum elements of a weight that are packed at a time."""
 _ALIGNMENT = 128
 
 
 class Kind(NamedTuple):
-    """Layout of a ggml type. A weight is scale * (code - zero) - low, or with a `book` scale * book[code]."""
+    """Layout of a ggml type. A weight is scale * (code - zero), or with a `book` scale * book[code]. If the
+    type has `lows` (minima), the low of the unit is subtracted."""
 
     stored_bytes: int
     stored_columns: int
@@ -50,7 +51,7 @@ class Kind(NamedTuple):
 
 
 class GGUFPlanes(NamedTuple):
-    """Rows of a GGUF weight, split into planes."""
+    """Rows of a GGUF weight, split into codes, scales and sub-scales."""
 
     codes: Tensor
     """[rows, columns] uint8"""
@@ -83,7 +84,8 @@ KINDS = {
 
 
 class Planes(NamedTuple):
-    """Packed weight [rows, columns]; all tensors but `powers` are views of `data`."""
+    """Packed weight [rows, columns] in the layout of the GPU kernels; all tensors but `powers` are views of
+    `data`."""
 
     kind: str
     rows: int
@@ -93,11 +95,12 @@ class Planes(NamedTuple):
     TILE]"""
     high: Tensor
     """[rows / TILE, units, TILE] int16: high bits of the codes. With 4 words per unit, [rows, `high_stride`]
-    int16: a byte is for half a word; with one bit per code, its upper half belongs to the next unit."""
+    int16: each byte has the high bits of half a word; with one bit per code, its upper nibble is of the next
+    unit."""
     subs: Tensor
-    """[rows / TILE, units, TILE, 1 or 2] int8"""
+    """[rows / TILE, units, TILE, 1 or 2] int8: sub-scales, and lows if the type has them"""
     scales: Tensor
-    """[rows / TILE, columns / 32 or 256, TILE, 1 or 2]"""
+    """[rows / TILE, columns / 32 or 256, TILE, 1 or 2]: scales, and lows if the type has them"""
     data: Tensor
     powers: Tensor
     """[4] float32: powers of 2^low"""

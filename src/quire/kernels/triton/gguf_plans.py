@@ -23,14 +23,15 @@ _WHOLE = {
     (16, False): {256: WholeRows(528, 8, two=False), _MOST_UNITS: WholeRows(132, 16, two=False)},
     (32, True): {128: WholeRows(264, 4), _MOST_UNITS: WholeRows(132, 16, two=False)},
 }
-"""Plans by (columns of a unit, whether codes have high bits), then by the maximum units of a row."""
+"""Plans for one row of x, by (columns of a unit, whether codes have high bits), then by the maximum units of
+a row."""
 _WHOLE_GATED_BYTES = WholeRows(396, 8)
-"""Plan for 8-bit gate and up with up to 256 units."""
+"""Plan for one row of x and 8-bit gate and up projections with up to 256 units per row."""
 
 
 class _Shapes(NamedTuple):
-    """Tiles of a single weight, tiles of gate with up, and the maximum number of programs. The lengths of the
-    tiles are for units of 32 columns."""
+    """Plans for some number of rows of x: tiles of a single weight, tiles of a gate and an up projection, and
+    the maximum number of programs. The lengths of the tiles are for units of 32 columns."""
 
     one: TilesPlan
     gated: TilesPlan | None
@@ -54,7 +55,8 @@ def choose(
 ) -> WholeRows | TilesPlan | None:
     """Return the plan for `num` rows of x and a weight [size_out, size_in] with `unit` columns per unit;
     `high` says whether its codes have high bits. `parts` is 2 for gate and up. None: unpack the weight, or
-    multiply gate and up as one weight. The tiles of a `fixed` plan of any height add in one order."""
+    multiply gate and up as one weight. `fixed` plans, for the batch-invariant mode, add in one order for any
+    `num`."""
     units = triton.cdiv(size_in, unit)
     if fixed:
         height = 16 if num <= 16 else 32 if num <= 32 else 64 if num <= 64 or parts == 2 else 128

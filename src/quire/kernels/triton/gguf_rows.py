@@ -25,7 +25,8 @@ class WholeRows(NamedTuple):
 
 
 def programs(size_out: int, plan: WholeRows, *, gated: bool) -> int:
-    """Return the number of programs for `size_out` outputs, so that all have about as many steps."""
+    """Return the number of programs, at most that of the plan, for `size_out` outputs, so that all programs
+    process about the same number of tiles."""
     steps = triton.cdiv(size_out, TILE * 2 if plan.two and not gated else TILE)
     return int(triton.cdiv(steps, triton.cdiv(steps, plan.programs)))
 

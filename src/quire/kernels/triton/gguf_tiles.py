@@ -101,8 +101,8 @@ def _convert_asm(lows: bool, is_half: bool) -> str:
 
 @triton.jit
 def _convert_pair(heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """Return the factor and addend pairs of `_decode` in dtype KIND. The lower 16 bits of `heads` are float16
-    scales, the upper ones lows."""
+    """Return pairs of floats for `_decode` in dtype KIND: (scale, -low), or the scale twice for types without
+    lows. The lower 16 bits of `heads` are float16 scales, the upper ones lows."""
     if _INTERPRETED:
         scale = heads.to(tl.int16).to(tl.float16, bitcast=True)
         low = (heads >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -123,8 +123,9 @@ def pairs_of(
     bits: tl.tuple, n: tl.tensor, at: tl.tensor, inside: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr, KIND: tl.constexpr, UNITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the factor and addend pairs of UNITS units, from unit `at` on, of weight rows `n` [R]. Each is
-    repeated for the 8 half words of its unit: [R, UNITS * 8]."""
+    """Return the pairs of 16-bit floats, such as (scale, -low), with which `_decode` dequantizes UNITS units,
+    from unit `at` on, of weight rows `n` [R]. Each is repeated for the 8 half words of its unit: [R, UNITS *
+    8]."""
     u, tile, r = at + tl.arange(0, UNITS), n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
     exists = inside[:, None] & (u < units)[None, :]
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
@@ -170,8 +171,8 @@ def _decode(
     words: tl.tensor, high: tl.tensor, pair: tl.tensor,
     Q: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Dequantize columns 8 Q to 8 Q + 7 of units from half words, their high bits, and factor and addend
-    pairs, each [R, U * 8]."""
+    """Dequantize columns 8 Q to 8 Q + 7 of units from half words, their high bits, and the pairs of
+    `pairs_of`, each [R, U * 8]."""
     PLACE: tl.constexpr = Q % 2 * (FORM.unit // 16) + Q // 2
     if _INTERPRETED:
         code = words.to(tl.int32) >> FORM.low * PLACE & ((1 << FORM.low) - 1)
@@ -276,7 +277,8 @@ def _tile_rows(
     pairs: tl.tuple, tile: tl.tensor, num: tl.tensor, size_out: tl.tensor, TOP: tl.constexpr,
     GATED: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Return for a tile its rows of out or pairs [NUM], outputs [ROWS], valid elements, first weight row."""
+    """Return for a tile its rows of `out` or its (token, expert) pairs [NUM], its outputs [ROWS], which of
+    its elements exist, and its first weight row."""
     if TOP > 0:
         m, n, exists, row = pairs_at(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
         return m, n, exists, row * (2 if GATED else 1) + tile % tl.cdiv(size_out, ROWS) * ROWS
@@ -294,8 +296,9 @@ def tiles(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile as `gguf.tiles` does. `weight` is a descriptor of tiles of half words, `beside` a
-    descriptor of their high bits. `bits` are those of `gguf_launch.whole_bits_of`."""
+    """Compute a tile of the product of x with a packed weight; the arguments not named here are those of
+    `gguf.tiles`. `weight` is a descriptor of tiles of half words, `beside` a descriptor of their high bits.
+    `bits` are those of `gguf_launch.whole_bits_of`."""
     GATED: tl.constexpr = ACTIVATION != ""
     KIND: tl.constexpr = out.dtype.element_ty
     tile = tl.program_id(0)

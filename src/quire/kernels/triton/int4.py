@@ -42,8 +42,8 @@ class GroupedWeight(NamedTuple):
 
 
 def offset(bits: int, dtype: torch.dtype) -> int:
-    """Return the offset of a code whose bits are in the mantissa of a float. `pack` adds it to the zero
-    points, which are subtracted from codes."""
+    """Return the offset that a code of `bits` bits has while its bits are in the mantissa of a float of
+    `dtype`. `pack` adds it to zero points, too, so that it cancels in code - zero."""
     return int(offset_of(bits, dtype == torch.float16))
 
 
@@ -153,7 +153,8 @@ def _planes_of(weight: GroupedWeight) -> Bits:
 
 
 def _plan(x: Tensor, weight: GroupedWeight, parts: int) -> WholeRows | TilesPlan | None:
-    """Return the plan; None unpacks the weight for the library's GEMM."""
+    """Return the plan of the GEMM of x with `weight`, where `parts` is 2 for gate and up. With None, the
+    weight is unpacked for the library's GEMM."""
     fixed = batch_invariant.is_on()
     plan = choose(len(x), len(weight.codes), weight.size_in, parts, unit_of(weight.bits), fixed=fixed)
     if isinstance(plan, WholeRows):

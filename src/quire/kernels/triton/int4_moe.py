@@ -39,7 +39,8 @@ class Int4ExpertWeights(NamedTuple):
 
 
 def offset(bits: int, dtype: torch.dtype) -> int:
-    """Return the offset that a code has when its bits are placed in the mantissa of a float."""
+    """Return the offset that a code of `bits` bits has while its bits are in the mantissa of a float of
+    `dtype`."""
     return 1024 if dtype == torch.float16 else 128 if bits == 4 else 0
 
 
@@ -215,7 +216,8 @@ def mix(
     biases: tuple[Tensor | None, Tensor | None],
     activation: str,
 ) -> Tensor:
-    """Compute `mix` of kernels/reference/moe.py: return [T, hidden] for x [T, hidden]."""
+    """Return for each token the weighted sum of its experts' outputs, [T, hidden] for x [T, hidden]; the
+    reference is `mix` of kernels/reference/moe.py."""
     if not len(x):
         return torch.empty_like(x)
     sizes, top = (len(down.heads), down.size_in), ids.shape[1]
@@ -238,7 +240,8 @@ def multiply(
     activation: str = "",
     ahead: bool,
 ) -> None:
-    """Compute gate and up from tokens x (with an activation), or down from rows x of sorted pairs."""
+    """Write a row of `out` for each sorted (token, expert) pair: with an activation, act(gate) * up from the
+    tokens x; without one, the down projection of rows x of sorted pairs."""
     codes, heads, bits, group, run, size_in = weight
     (num, size_out), length = out.shape, min(tile.length, run)
     rows: Tensor | TensorDescriptor = x if activation else tiled(x, tile.num, length)

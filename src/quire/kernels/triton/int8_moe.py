@@ -88,7 +88,8 @@ def _rescale(
 
 
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertCodes, activation: str) -> Tensor:
-    """Compute `mix` of kernels/reference/moe.py: return [T, hidden] for x [T, hidden]."""
+    """Return for each token the weighted sum of its experts' outputs, [T, hidden] for x [T, hidden]; the
+    reference is `mix` of kernels/reference/moe.py."""
     if not len(x):
         return torch.empty_like(x)
     num_experts, _, inner = experts.down.codes.shape
@@ -111,7 +112,8 @@ def multiply(
     activation: str = "",
     ahead: bool,
 ) -> None:
-    """Compute gate and up from tokens x (with an activation), or down from rows x of sorted pairs."""
+    """Write a row of `out` for each sorted (token, expert) pair: with an activation, act(gate) * up from the
+    tokens x; without one, the down projection of rows x of sorted pairs."""
     (num, size_out), size_in = out.shape, x.shape[1]
     launch(_tiles, most_tiles(num, len(weight.codes), plan.num) * triton.cdiv(size_out, plan.rows))(
         out, x, tiled(weight.codes.flatten(0, 1), plan.rows, plan.length), weight.scales, bias,

@@ -51,8 +51,8 @@ def allocate_indices(*shape: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def only_compiles() -> bool:
-    """Whether launched kernels are only compiled, so that code with several kernel variants launches them
-    all."""
+    """Whether launched kernels are only compiled (inside `compiling`). Code that chooses among several kernel
+    variants then launches all of them."""
     return _requested.get() is not None
 
 
@@ -97,7 +97,8 @@ def _compiling_once(requested: set[Any]) -> Iterator[None]:
 
 
 def _threads(num: int) -> ThreadPoolExecutor:
-    """Return `num` threads that use the current device; by default, new threads use the first one."""
+    """Return a pool of `num` threads that use the current CUDA device; by default, new threads use the first
+    one."""
     if not torch.cuda.is_available():
         return ThreadPoolExecutor(num)
     device = torch.cuda.current_device()
@@ -131,7 +132,8 @@ class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
         return kernel
 
     def _compile_elsewhere(self, source: Any, parts: Mapping[str, Any]) -> None:
-        """Have another process write the kernel to Triton's cache."""
+        """Compile the kernel in another process, which writes it to Triton's cache. After a failure, only log
+        the reason."""
         assert self._processes is not None
         try:
             job = encode_job(source, parts["target"], parts["options"].__dict__)

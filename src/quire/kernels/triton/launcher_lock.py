@@ -30,8 +30,8 @@ def lock_launchers() -> None:
 
 
 def locked(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `build`, which makes an extension of the C source `src`, with a lock for each source. The result
-    for a source is kept."""
+    """Return a function that calls `build`, which makes an extension of the C source `src`, under a lock for
+    this source. Its result for a source is cached."""
     loaded: dict[str, Any] = {}
 
     @functools.wraps(build)

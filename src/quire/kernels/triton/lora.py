@@ -29,7 +29,8 @@ _PROGRAMS = 512, 128
 _FEW = 4
 """Minimum mean number of rows per adapter for which rows are processed in tiles."""
 _CHUNK, _WIDE = 64, tl.constexpr(128)
-"""Elements of one rank, and of the ranks of several slots, that are multiplied at a time."""
+"""Ranks that are multiplied at a time: by `_expand` those of one slot, by a GEMM kernel those of several
+slots."""
 _MOST_RANKS = 512
 """Maximum ranks of all tiles that a GEMM kernel expands; with more, a separate kernel is faster."""
 _OUTPUTS = 128
@@ -37,7 +38,8 @@ _OUTPUTS = 128
 
 
 class LoRARows(NamedTuple):
-    """Adapter slots of a step's rows, and the rows sorted by slot: the result `order`, `work` of `sort`."""
+    """Adapter slots of a step's rows, and the rows sorted by slot into tiles: `order` and `work` are the
+    result of `moe_align.sort`."""
 
     slots: Tensor
     """[T] int32, adapter slot of each row, -1 for none"""
@@ -48,7 +50,8 @@ class LoRARows(NamedTuple):
     most: int
     """Maximum number of tiles, for any distribution of rows over slots."""
     few: FewRows | None
-    """Set if the adapters have few rows each on average; otherwise None."""
+    """Arguments of the kernels of lora_few.py, which are used if the adapters have few rows each on average;
+    otherwise None."""
 
 
 def assign(slots: Tensor, num_slots: int) -> LoRARows:
@@ -164,7 +167,8 @@ def _expand(
 
 @triton.jit
 def part_of(n: tl.tensor, ENDS: tl.constexpr) -> tl.tensor:
-    """Return the part to which each output `n` belongs; ENDS are the ends of all parts but the last."""
+    """Return the index of the layer's part (such as queries) to which each output `n` belongs; ENDS are the
+    ends of all parts but the last."""
     part = n * 0
     for i in tl.static_range(len(ENDS)):
         part += (n >= ENDS[i]).to(tl.int32)
@@ -203,7 +207,8 @@ def expanded(
     RANK: tl.constexpr, ENDS: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the LoRA outputs [NUM, ROWS] of rows `m` for ROWS outputs of one part, from `first` on. `reach`
-    is the first block of `reached`. The shrunk values of a row are 0 for slots other than its own."""
+    is the block of B that `reached` loads for column 0. The shrunk values of a row are 0 for slots other than
+    its own."""
     h, _, slots, work, _, _ = adapted
     slot = tl.load(slots + m, mask=m < num, other=-1)
     h_at = h + (m * ((len(ENDS) + 1) * RANK) + part_of(first, ENDS) * RANK)[:, None]
@@ -274,12 +279,13 @@ def expand(out: Tensor, h: Tensor, adapted: LoRAHeads) -> Tensor:
 
 
 def add(out: Tensor, x: Tensor, adapted: LoRAHeads) -> Tensor:
-    """Add the LoRA outputs for x to `out`; see `Ops.lora`."""
+    """Add the LoRA outputs of a linear layer for x [T, K] to `out` [T, outputs] in place; see `Ops.lora`."""
     return expand(out, shrink(x, adapted), adapted) if len(x) else out
 
 
 def add_rows(out: Tensor, ids: Tensor, adapted: LoRAHeads) -> Tensor:
-    """Add the LoRA outputs of an embedding to `out`; see `Ops.lora_rows`."""
+    """Add the LoRA outputs of an embedding layer for the token ids `ids` [T] to `out` in place; see
+    `Ops.lora_rows`."""
     a, num, rank = adapted.a, len(ids), adapted.a.shape[2]
     h, ahead = torch.empty(num, rank, dtype=out.dtype, device=out.device), overlap(*out.shape)
     if not num:
@@ -296,7 +302,8 @@ def _block(rank: int) -> int:
 
 
 def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the cumulative sizes of a layer's parts, without the last."""
+    """Return the end offsets of a layer's parts (such as queries, keys and values) in its outputs, without
+    the last."""
     return tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
 
 

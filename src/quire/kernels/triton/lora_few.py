@@ -117,8 +117,9 @@ def _expand(
     SIZES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute h B^T for a tile of rows, where h is the sum of the SPLITS parts of `_shrink`. The result of a
-    single row without an adapter is zeros. Grid: (tiles, outputs of each part / ROWS)."""
+    """Compute the LoRA outputs h B^T for a tile of rows, where h is the sum of the SPLITS partial results of
+    `_shrink`. The result of a single row without an adapter is zeros. Grid: (tiles, outputs of each part /
+    ROWS)."""
     part, n, last = outputs_of(SIZES, ROWS)
     r, split = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(SPLITS))
     if OVERLAP:
@@ -140,7 +141,8 @@ def _expand(
 
 @triton.jit
 def outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Return for a program the index of its part of the layer, its outputs, and the end of that part."""
+    """Return for a program the index of its part of the layer (such as queries or keys), the outputs that it
+    computes, and the end of that part's outputs."""
     left, part, n, end, size = tl.program_id(1), 0, 0, 0, 0
     for i in tl.static_range(len(SIZES)):
         if left >= 0:

@@ -87,7 +87,8 @@ def load_token(
     inputs: tl.tensor, first: tl.tensor, live: tl.tensor, valid: tl.tensor,
     AFTER: tl.constexpr, STRIDES: tl.constexpr, QUARTER: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load the inputs of the token that follows AFTER tokens after `first`; masked elements are undefined."""
+    """Load x, gate, dt, B and C of token `first` + AFTER, where `first` is an index in the batch; masked
+    elements are undefined."""
     x, gate, dt, bc = inputs
     b = bc + first * (8 * QUARTER) + AFTER * (8 * QUARTER)
     return (
@@ -119,7 +120,8 @@ def next_state(h: tl.tensor, step: tl.tensor, rate: tl.tensor, inputs: tl.tensor
 
 @triton.jit
 def advance(h: tl.tensor, rate: tl.tensor, loaded: tl.tensor, bias: tl.tensor, skip: tl.tensor) -> tl.tensor:
-    """Return the state after a token, and the token's output."""
+    """Return the state after a token and the token's output, from the state `h` before it and its inputs
+    `loaded` (see `load_token`)."""
     x, gate, dt, b, c = loaded
     x = x.to(tl.float32)
     step = softplus(dt.to(tl.float32) + bias)

@@ -52,7 +52,8 @@ def state_after(row: tl.tensor, num_tokens: tl.tensor, STATES: tl.constexpr) -> 
 def count_of(
     first: tl.tensor, end: tl.tensor, STATES: tl.constexpr, TOKENWISE: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
-    """Return the number of tokens of a sequence: the constant 1, without a loop, if all have a single one."""
+    """Return the number of tokens of a sequence. It is the compile-time constant 1, which removes the loop
+    over tokens, if short sequences have a single token."""
     count = end - first
     if STATES == 1 and not TOKENWISE:
         count = 1
@@ -61,8 +62,8 @@ def count_of(
 
 @triton.jit
 def is_kept(at: tl.tensor, count: tl.tensor, STATES: tl.constexpr) -> tl.tensor:
-    """Whether the state after token `at` of `count` is stored: each of a short sequence, otherwise the
-    last."""
+    """Whether the state after token `at` of a sequence of `count` tokens is stored: after each token of a
+    short sequence, otherwise only after the last."""
     return (at + 1 == count) | (count + 0 * at <= STATES)
 
 

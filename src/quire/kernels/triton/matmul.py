@@ -314,7 +314,8 @@ def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
 
 
 def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> tuple[Tensor, Plan]:
-    """Return x [M, K] and its plan. In the batch-invariant mode, x is copied if it is not aligned for TMA."""
+    """Return x [M, K] and the plan of its GEMM with `weight`; `parts` is 2 for gate and up. In the
+    batch-invariant mode, x is copied if it is not aligned for TMA."""
     most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
     if weight.dtype not in (torch.bfloat16, torch.float16) or not len(x):
         return x, None

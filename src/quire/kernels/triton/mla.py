@@ -203,7 +203,8 @@ def _load_halves(rows: tl.tensor, exists: tl.tensor, RANK: tl.constexpr, BLOCK_R
 def _store_halves(
     out: tl.tensor, rows: tl.tensor, valid: tl.tensor, sums: tl.tuple, by: tl.tensor, RANK: tl.constexpr
 ) -> None:
-    """Store both halves of rows of `out`."""
+    """Multiply `sums`, each row's sum of latents in two halves, by the row's factor `by`, and store them to
+    `rows` of `out`."""
     HALF: tl.constexpr = sums[0].shape[1]
     dims = tl.arange(0, HALF)
     for half in tl.static_range(2):

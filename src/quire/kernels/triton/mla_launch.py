@@ -149,7 +149,7 @@ def attend_fixed(
 
 def gather(out: Tensor, cache: Latents, seqs: AttentionSeqs, work: Tensor, k_scale: float) -> None:
     """Copy the cached latents of sequences from their blocks to `out` [keys, rank + rope], one sequence after
-    the other; `work` is as in the kernel."""
+    the other. `work` lists the tiles of keys as in the kernel `mla.gather`."""
     launch(kernels.gather, len(work))(
         out, cache, seqs, work, k_scale, WIDTH=out.shape[1], BLOCK_SIZE=cache.data.shape[1],
         BLOCK_N=GATHERED_KEYS, BLOCK_W=_pad(out.shape[1]),

@@ -33,7 +33,8 @@ __all__ = ["choose", "mix", "most_tiles", "route", "sort"]
 
 
 class MoERowsPlan(NamedTuple):
-    """Weight rows of gate and up per program, those of down per program and expert, and the warps of both."""
+    """Plan for few tokens: weight rows of gate and up per program, weight rows of down per program and
+    expert, and the warps of both kernels."""
 
     up: int
     down: int
@@ -51,7 +52,7 @@ class MoETile(NamedTuple):
 
 
 class MoETilesPlan(NamedTuple):
-    """Tiles of `num` (token, expert) pairs: for gate and up, and for down."""
+    """Plan for many tokens: tiles of `num` (token, expert) pairs for gate and up, and for down."""
 
     num: int
     up: MoETile
@@ -199,7 +200,8 @@ def mixed(
     plan: Plan,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """Compute `mix` with the kernels of `plan`."""
+    """Compute `mix` with the kernels of `plan`: weight rows in registers for few tokens, or tiles of sorted
+    pairs."""
     num_experts, _, inner = experts.down.shape
     pairs = None if adapters is None else PairAdapters.of(adapters, ids)
     if isinstance(plan, MoERowsPlan):
@@ -263,8 +265,8 @@ def multiply(
     adapters: PairAdapters | None = None,
     ahead: bool,
 ) -> None:
-    """Multiply the rows of sorted pairs by the weights of their experts. With an activation, compute gate and
-    up from tokens x; without one, down from rows x of sorted pairs."""
+    """Write a row of `out` for each sorted (token, expert) pair: with an activation, act(gate) * up from the
+    tokens x; without one, the down projection of rows x of sorted pairs."""
     weight, bias, scale = experts.gate_up, experts.gate_up_bias, experts.gate_up_scale
     if not activation:
         weight, bias, scale = experts.down, experts.down_bias, experts.down_scale

@@ -19,7 +19,7 @@ _MOST_AHEAD = 256
 _CHUNKS = 128, 512, 2048, 4096
 """Number of pairs that a program sorts at a time: the first that is enough for all pairs, or the last."""
 _SPANS = 4
-"""Maximum programs per expert."""
+"""Maximum programs per expert of `_sort`."""
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -130,8 +130,9 @@ def sorted_mix(
     sizes: tuple[int, int],
     height: int,
 ) -> Tensor:
-    """Compute `mix` of kernels/reference/moe.py, [T, hidden] for x [T, hidden], in tiles of `height` pairs by
-    `up` and `down`. `sizes` are the number of experts and the intermediate size."""
+    """Compute `mix` of kernels/reference/moe.py, [T, hidden] for x [T, hidden], in tiles of `height` pairs.
+    `up` computes act(gate) * up of all pairs, and `down` their down projections. `sizes` are the number of
+    experts and the intermediate size."""
     (num, hidden), (num_experts, inner) = x.shape, sizes
     ahead = num <= _MOST_AHEAD and overlap(1)
     activated = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)

@@ -142,7 +142,8 @@ def _mask_groups(
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return ids [T, per_token] int32 and weights [T, per_token] float32 for logits [T, experts]."""
+    """Choose experts for T tokens from the router's logits [T, experts]. Return their ids [T, per_token]
+    int32 and weights [T, per_token] float32."""
     num, size = logits.shape
     ids, weights = _allocate(num, routing, logits.device)
     if num:
@@ -157,7 +158,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 def choose(
     x: Tensor, router: Tensor, routing: Routing, bias: Tensor | None = None, router_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `route` of the logits x R^T + b for x [T, hidden] and the router R [experts, hidden]."""
+    """Choose experts as `route` does, from the logits x R^T + b of x [T, hidden] and the router R [experts,
+    hidden]."""
     (num, size), experts = x.shape, len(router)
     length = triton.next_power_of_2(size)
     is_fixed = batch_invariant.is_on()
@@ -186,8 +188,9 @@ def _allocate(num: int, routing: Routing, device: torch.device) -> tuple[Tensor,
 
 
 def _how(routing: Routing, experts: int) -> tuple[int, ...]:
-    """Return the compile-time constants: experts per token, sigmoid, renormalized; groups and group size,
-    rounded up to powers of two and then exact; chosen groups; experts that determine a group's score."""
+    """Return the routing of a layer as compile-time constants of the kernels: experts per token, sigmoid,
+    renormalized; groups and group size, rounded up to powers of two and then exact; chosen groups; experts
+    that determine a group's score."""
     top, scoring, renormalized, _, groups, top_groups, group_best = routing
     size, columns = experts // groups, triton.next_power_of_2(groups)
     wide = max(triton.next_power_of_2(size), 16 // columns)

@@ -150,8 +150,8 @@ def _tiles(
     TOP: tl.constexpr, ACTIVATION: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile as `tiles` of moe_tiles.py does, with dequantized weights. Grid: (most tiles * size_out
-    / ROWS,)."""
+    """Compute a tile of sorted (token, expert) pairs with dequantized weights; the arguments are like those
+    of `tiles` of moe_tiles.py. Grid: (most tiles * size_out / ROWS,)."""
     KIND: tl.constexpr = x.dtype.element_ty
     COUNT: tl.constexpr = LENGTH // 32
     stripes = tl.cdiv(size_out, ROWS)
@@ -198,7 +198,8 @@ def _finish(
 
 
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activation: str) -> Tensor:
-    """Compute `mix` of kernels/reference/moe.py: return [T, hidden] for x [T, hidden]."""
+    """Return for each token the weighted sum of its experts' outputs, [T, hidden] for x [T, hidden]; the
+    reference is `mix` of kernels/reference/moe.py."""
     if not len(x):
         return torch.empty_like(x)
     is_fixed = batch_invariant.is_on()
@@ -209,7 +210,8 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activati
 def mixed(
     x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activation: str, plan: Plan
 ) -> Tensor:
-    """Compute `mix` with the kernels of `plan`."""
+    """Compute `mix` with the kernels of `plan`: weight rows in registers for few tokens, or tiles of sorted
+    (token, expert) pairs."""
     (num, hidden), top, inner = x.shape, ids.shape[1], 32 * experts.down.shape[2]
     up, down = experts[:2], experts[2:4]
     if isinstance(plan, MoERowsPlan):
@@ -244,7 +246,8 @@ def _multiply(
     activation: str,
     ahead: bool,
 ) -> None:
-    """Compute gate and up from tokens x (with an activation), or down from rows x of sorted pairs."""
+    """Write a row of `out` for each sorted (token, expert) pair: with an activation, act(gate) * up from the
+    tokens x; without one, the down projection of rows x of sorted pairs."""
     codes, scales = weight
     (num, size_out), tile = out.shape, plan.up if activation else plan.down
     launch(_tiles, most_tiles(num, len(codes), plan.num) * triton.cdiv(size_out, tile.rows))(

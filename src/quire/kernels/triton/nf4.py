@@ -22,7 +22,8 @@ def _widen(
     out: tl.tensor, codes: tl.tensor, scales: tl.tensor, table: tl.tensor, half: tl.tensor,
     LENGTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Dequantize LENGTH bytes of one weight row. Grid: (outputs, half / LENGTH)."""
+    """Dequantize LENGTH bytes, with two 4-bit weights each, of one weight row. Grid: (outputs, half /
+    LENGTH)."""
     n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
     valid = k < half
     w = tl.load(codes + n * half + k, mask=valid, other=0).to(tl.int32)

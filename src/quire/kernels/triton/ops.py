@@ -120,7 +120,8 @@ def put(
     values: tl.tensor, exists: tl.tensor, dims: tl.tensor, where: tl.tuple,
     SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dimensions `dims` of heads of a token: queries to `q`, keys and values to its cache slot."""
+    """Store dimensions `dims` of a token's heads: queries to `q`, keys and values to the token's cache slot.
+    With SCALED, cached values are divided by their scale and at most LIMIT."""
     q, k_cache, v_cache, q_offset, slot, is_q, is_k, is_v, k_scale, v_scale = where
     narrow = values.to(q.dtype.element_ty)
     tl.store(q + q_offset[:, None] + dims[None, :], narrow, mask=is_q[:, None] & exists)
@@ -226,7 +227,7 @@ def limit_of(cache: Tensor) -> float:
 
 
 class TritonOps:
-    """`Ops` in Triton, for a GPU."""
+    """Operations of a model between its GEMMs (`Ops`) as Triton kernels, for a GPU."""
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         size = table.shape[1]

@@ -42,8 +42,8 @@ def _enter(
     SCALED: tl.constexpr, LIMIT: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr,
     LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ROWS outputs of the left half of a head and the outputs that are rotated with them, and store
-    them. Grid: (heads, HALF / ROWS)."""
+    """Compute ROWS outputs of the left half of a head and the outputs of its right half that RoPE rotates
+    with them. Store queries to `q`, keys and values to the KV cache. Grid: (heads, HALF / ROWS)."""
     head, n = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row, k = tl.program_id(0) * (2 * HALF) + n, tl.arange(0, LENGTH)
     at, exist = weight + row.to(tl.int64)[:, None] * size_in + k[None, :], (k < size_in)[None, :]
@@ -92,8 +92,9 @@ def enter(
     scale: Tensor | None = None,
     adapted: LoRAHeads | None = None,
 ) -> Tensor | None:
-    """Compute `Ops.rotate_and_write` for x W^T + b plus LoRA outputs, with x [T, hidden]. Return the queries,
-    or None if this kernel does not support the case. `scale` is that of an e4m3 weight."""
+    """Project x [T, hidden] to queries, keys and values (x W^T + b plus LoRA outputs), apply RoPE, and write
+    the KV cache. Return the queries, or None if this kernel does not support the case, such as several tokens
+    or heads with norms. `scale` is that of an e4m3 weight."""
     num, size_in = x.shape
     k, v = entry.k_cache, entry.v_cache
     _, block_size, kv_heads, dim = k.shape

@@ -228,7 +228,7 @@ def _finish_argmax(
 
 @triton.jit
 def _row_kth(row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """Return the k-th largest logit of a whole row."""
+    """Return the k-th largest logit of a whole row, divided by the temperature `heat`."""
     key, bit = tl.zeros([1], tl.uint32), tl.full([1], 2147483648, tl.uint32)
     for _ in range(32):
         trial = key | bit
@@ -279,7 +279,8 @@ def _reject(
     row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
     seed: tl.tensor, position: tl.tensor, peak: tl.tensor, id: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return the token of a row with limits by rejection; `id` is a sample without limits."""
+    """Return the token id of a row with limits (top_k, top_p or min_p) by rejection sampling. The first
+    candidate is `id`, a sample without limits."""
     floor = _min_p_floor(peak, min_p)
     if k > 0:
         floor = tl.maximum(floor, _row_kth(row, vocab, heat, k))
@@ -320,8 +321,8 @@ def _collect(
     candidate_ids: tl.tensor, counters: tl.tensor, tiles: tl.tensor,
     CHUNKS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Append the candidates of this program's tiles to those of the row. Return whether this program is the
-    row's last, and the number of candidates so far."""
+    """Append this program's candidates for the row's `k` best tokens to those of the row's other programs.
+    Return whether this is the last of these programs, and the number of candidates so far."""
     at = tl.arange(0, CHUNKS)
     bounds = tl.load(tops + 2 * tiles + at, mask=at < tiles * _CHUNKS, other=_NEVER)
     bound = _threshold(bounds, (bounds > _NEVER).to(tl.int32), k)

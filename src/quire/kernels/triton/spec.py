@@ -20,7 +20,8 @@ from quire.kernels.triton.sampling import LATER
 CONTEXT = 32
 """Maximum tokens that `look_up` compares for each earlier position."""
 DRAFTED = 16
-"""Bit of the results of `verify` from which on they contain the number of draft tokens."""
+"""Lowest bit of the number of draft tokens in a result of `verify`; the bits below are the number of new
+tokens."""
 _ALIGN = 16
 """Alignment of the arrays of `place` in elements: kernels are compiled for aligned pointers."""
 _TILE = 1024
@@ -66,8 +67,8 @@ def _derive(
     table_stride: tl.tensor, max_len: tl.tensor,
     GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the inputs of one sequence. `group_slots` and `group_stride` are the distances between the KV
-    cache groups in `slots` and `tables`. Grid: (sequences,)."""
+    """Write the inputs of a decode for one sequence; see `derive`. `group_slots` and `group_stride` are the
+    distances between the KV cache groups in `slots` and `tables`. Grid: (sequences,)."""
     seq = tl.program_id(0)
     planned = tl.load(step.planned + seq)
     if planned >= 0:
@@ -121,7 +122,8 @@ def _verify(
     later: tl.tensor,
     BLOCK: tl.constexpr, DRAFTED: tl.constexpr, LATER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Verify one sequence. Grid: (sequences,)."""
+    """Accept the draft tokens of one sequence that match its sampled tokens; see `verify`. Grid:
+    (sequences,)."""
     seq = tl.program_id(0)
     if later is not None:  # noqa: SIM102
         if tl.load(later) == LATER:
@@ -177,8 +179,8 @@ def _look_up(
     state: tl.tuple, step: tl.tuple, best: tl.tensor, arrivals: tl.tensor, least: tl.tensor,
     CONTEXT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Look up drafts of one sequence. `best` and `arrivals` [B] are zeros before and after. Grid: (sequences,
-    splits)."""
+    """Propose draft tokens for one sequence from its earlier tokens; see `look_up`. `best` and `arrivals` [B]
+    are zeros before and after. Grid: (sequences, splits)."""
     seq, splits = tl.program_id(0), tl.num_programs(1)
     if tl.load(step.sample_starts + seq) >= 0:
         row = tl.load(step.rows + seq).to(tl.int64)
@@ -231,8 +233,8 @@ def _place(
     table_stride: tl.tensor, positions: tl.tensor, stride: tl.tensor, seq_lens: tl.tensor, ahead: tl.tensor,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute positions and slots of one sequence. The slots of KV cache group g are stored (1 + g) *
-    `stride` elements after the positions. Grid: (sequences,)."""
+    """Compute the positions and slots of one sequence's tokens for a draft model; see `place`. The slots of
+    KV cache group g are stored (1 + g) * `stride` elements after the positions. Grid: (sequences,)."""
     seq = tl.program_id(0)
     row, limit = tl.load(rows + seq).to(tl.int64), tl.load(num_slots + seq)
     end = tl.load(last + seq) + ahead
@@ -250,8 +252,10 @@ def _place(
 def place(
     rows: Tensor, last: Tensor, num_slots: Tensor, tables: Tensor, ahead: int, width: int, block_size: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return positions, sequence lengths and slots as `place` of `worker/spec/drafter.py` does in torch.
-    `rows` [B] int32, `last` and `num_slots` [B] int64, `tables` [groups, rows, blocks]."""
+    """Return the positions [B * width], sequence lengths [B] and, by KV cache group, slots [B * width] of
+    `width` tokens per sequence that end `ahead` positions after its `last` one, as `place` of
+    worker/spec/drafter.py does in torch. `rows` [B] int32, `last` and `num_slots` [B] int64, `tables`
+    [groups, rows, blocks]."""
     count, groups, size = len(rows), len(tables), len(rows) * width
     stride = -(-size // _ALIGN) * _ALIGN
     buffer = torch.empty((1 + groups, stride), dtype=torch.int64, device=rows.device)

@@ -54,8 +54,9 @@ def share(
     seqs: tl.tuple, work: tl.tensor, num_seqs: tl.tensor, least: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the key tiles at..end that this program processes, numbered over all sequences, the tiles per
-    share, the sequence in which the share begins, and the first tile of that sequence."""
+    """Return the range at..end of key tiles that this program processes, numbered over all sequences, the
+    tiles per share (one program's tiles), the sequence in which the share begins, and the first tile of that
+    sequence."""
     offsets = tl.arange(0, _SEQS_AT_ONCE)
     ends = tl.cumsum(tiles_of_some(seqs, work, offsets, num_seqs, WINDOW, CHUNKED, BLOCK_N), 0)
     before = tl.max(ends, 0)

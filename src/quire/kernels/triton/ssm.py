@@ -104,7 +104,7 @@ def _gate(
 
 
 class TritonStateOps:
-    """`StateOps` in Triton, for a GPU."""
+    """Operations of layers with an SSM state (`StateOps`) as Triton kernels, for a GPU."""
 
     def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
         weight, bias, activated = weights
@@ -270,9 +270,10 @@ class TritonStateOps:
 
 
 def _short(seqs: SSMSequences, *, tokenwise: bool) -> tuple[Tensor, int, bool]:
-    """Return the indices of the sequences for the kernels of short ones, their number, and whether these are
-    all: all are short, or also longer ones are processed token by token (`tokenwise`). The kernels do not
-    read the indices of all sequences; the tensor is any then."""
+    """Return the indices of the sequences that the kernels for short ones process, their number, and whether
+    these are all sequences of the batch: if all are short, or with `tokenwise`, by which longer ones are
+    processed token by token, too. The kernels do not read the indices of all sequences, so any tensor is
+    returned then."""
     if seqs.short or tokenwise:
         return seqs.rows, len(seqs.lens), True
     assert seqs.split.short is not None
@@ -294,8 +295,8 @@ def _pack_bc(b: Tensor, c: Tensor) -> Tensor:
 
 
 def _tile(num_heads: int, dim: int, other: int) -> int:
-    """Return how many elements of dimension `dim` of a head's state a program processes for short sequences;
-    of the dimension `other` it processes all."""
+    """Return the number of elements of dimension `dim` of a head's state that a program processes for short
+    sequences, with all elements of its other dimension, of size `other`."""
     small = num_heads <= _FEW and not batch_invariant.is_on()
     limit = (_SMALL if small else _TILE) // other
     return max(min(int(triton.next_power_of_2(dim)), limit), 1)

@@ -1,4 +1,5 @@
-"""Towers: encoders of images, videos and audio to vectors in place of placeholder tokens, one per family."""
+"""Towers: the vision and audio encoders of multimodal models, one per family. Their output vectors replace
+the embeddings of placeholder tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -44,7 +45,8 @@ class Tower(nn.Module):
         raise NotImplementedError
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        """Estimate the cost of an item from the shapes of its arrays, to balance items over devices."""
+        """Estimate the relative compute cost of an item from the shapes of its arrays, to balance items over
+        devices."""
         raise NotImplementedError
 
 
@@ -53,16 +55,18 @@ class GraphableTower(Protocol):
     """A tower that a CUDA graph can capture: its computation depends only on the shapes of the items."""
 
     def lay_out(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> Any:
-        """Return all inputs that depend on shapes only, on the device."""
+        """Return all inputs of `compute` that depend only on the shapes of the items, as tensors on the
+        device."""
 
     def compute(self, modality: str, items: Sequence[Mapping[str, Tensor]], layout: Any) -> list[Tensor]:
-        """Encode the items with this layout, without host copies and synchronization."""
+        """Return the vectors of each item, computed with this `layout` and without host copies and
+        synchronization."""
 
 
 TOWERS = LazyTable(
     "tower", {family: f"quire.models.towers.{code.tower}" for family, code in MEDIA_CODE.items()}
 )
-"""Towers by family."""
+"""Tower classes by the family of the multimodal model (`MediaFacts.family`)."""
 
 
 def is_tensor_parallel(media: MediaFacts, mode: str, count: int) -> bool:

@@ -15,7 +15,8 @@ Grid = tuple[int, int]
 
 
 def grid_of(images: Tensor, patch: int) -> Grid:
-    """Return the grid of patches of images [..., height, width]."""
+    """Return the rows and columns of patches in images [..., height, width]. `patch` is the side of a patch
+    in pixels."""
     return images.shape[-2] // patch, images.shape[-1] // patch
 
 
@@ -26,7 +27,8 @@ def channel_last_patches(images: Tensor, patch: int) -> Tensor:
 
 
 def squares_of(x: Tensor, grids: Sequence[Grid], merge: int) -> Tensor:
-    """Group the patches [T, hidden] of all grids into squares [T / merge^2, merge^2, hidden]."""
+    """Group the patches x [T, hidden] of all grids into squares of `merge` x `merge` patches, [T / merge^2,
+    merge^2, hidden]."""
     parts = x.split([math.prod(grid) for grid in grids])
     squares = [
         part.view(rows // merge, merge, columns // merge, merge, -1).transpose(1, 2).flatten(0, 1)
@@ -43,18 +45,20 @@ def split_by_item(vectors: Tensor, counts: Iterable[int], num_images: Iterable[i
 
 
 class AnySizeTower(Tower):
-    """Encodes all items in one batch. An array is an image of any shape, or a stack of images."""
+    """Base of towers over images of any size, which encode all items in one batch. An item has arrays, each
+    of which is an image or a stack of images of one shape."""
 
     arrays: tuple[str, ...] = ("pixels",)
     """Names of the arrays of an item."""
 
     def stacks(self, item: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return stacks of images of one shape, [images, 3, height, width], in prompt order."""
+        """Return the images of an item as stacks of images of one shape, [images, 3, height, width], in
+        prompt order."""
         raise NotImplementedError
 
     def encode_images(self, stacks: list[Tensor], grids: list[Grid]) -> tuple[Tensor, list[int]]:
-        """Return the vectors of all images with these grids of patches, and the number of vectors per
-        image."""
+        """Encode all images of `stacks`; `grids` are the grids of patches of the images. Return the vectors
+        of all images, and the number of vectors of each image."""
         raise NotImplementedError
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

@@ -146,9 +146,9 @@ class Llava(FixedSizeTower):
 
 
 class Anyres(Llava):
-    """LLaVA-NeXT and LLaVA-OneVision encoder. The processor gives, for each output vector, an index among the
-    vectors of all squares; the last index is the newline vector. With four indices per output vector, the
-    four vectors are averaged by weight."""
+    """LLaVA-NeXT and LLaVA-OneVision encoder. For each output vector, the processor provides an index among
+    the vectors of the whole image and all tiles; the last index is the newline vector. With four indices per
+    output vector, the four vectors are averaged by weight."""
 
     facts: AnyresFacts
 

@@ -9,14 +9,16 @@ from quire.models.towers import Tower
 
 
 class FixedSizeTower(Tower):
-    """Encodes the squares of all items in one batch. `pixels` of an item is [squares, 3, side, side]."""
+    """Base of towers that encode the square images, tiles or frames (squares) of all items in one batch.
+    `pixels` of an item is [squares, 3, side, side]."""
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, vectors, hidden]."""
         raise NotImplementedError
 
     def packed(self, modality: str, vectors: Tensor, item: Mapping[str, Tensor]) -> Tensor:
-        """Return the vectors of an item's squares, [squares, vectors, hidden], in prompt order."""
+        """Return the vectors of an item in prompt order, [T, hidden]. `vectors` [squares, vectors, hidden]
+        are those of its squares."""
         return vectors.flatten(0, 1)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

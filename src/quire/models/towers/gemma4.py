@@ -22,7 +22,7 @@ from quire.models.towers.any_size import AnySizeTower, channel_last_patches, gri
 
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 Axes = list[tuple[Tensor, Tensor]]
-"""Cosines and sines of the columns, then of the rows, [T, 1, head_dim / 4] each."""
+"""RoPE angles of patches: cosines and sines of the columns, then of the rows, [T, 1, head_dim / 4] each."""
 
 
 class ClippedLinear(nn.Module):

@@ -33,7 +33,8 @@ class PatchGrid(NamedTuple):
 
 
 def patch_positions(grid: PatchGrid, merge: int) -> NDArray[np.int64]:
-    """Return row and column of each patch, [patches, 2], ordered by squares of merged patches."""
+    """Return row and column of each patch, [patches, 2]. Patches that are merged to one vector, in squares of
+    `merge` x `merge`, are adjacent."""
     rows, columns = np.meshgrid(np.arange(grid.height), np.arange(grid.width), indexing="ij")
     shape = (grid.height // merge, merge, grid.width // merge, merge)
     squares = [axis.reshape(shape).swapaxes(1, 2).reshape(-1) for axis in (rows, columns)]
@@ -55,10 +56,9 @@ class PatchLayout(NamedTuple):
 
 
 def interpolate(table: Tensor, places: Tensor, sizes: Tensor, *, align_corners: bool = True) -> Tensor:
-    """Return the learned position of each patch, interpolated bilinearly from a square table.
-
-    Shapes: [side^2, hidden], [T, 2] and [T, 2] -> [T, hidden].
-    """
+    """Return the learned position of each patch, [T, hidden], interpolated bilinearly from a square `table`
+    [side^2, hidden]. `places` [T, 2] are the row and column of each patch, `sizes` [T, 2] the height and
+    width of its grid."""
     side = math.isqrt(len(table))
     if align_corners:
         at = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
@@ -139,7 +139,8 @@ class GridTower(Tower):
         return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in _grids_of(items)]))
 
     def layout(self, grids: Sequence[PatchGrid]) -> Any:
-        """Return the inputs of `forward` besides patches."""
+        """Return the inputs of `forward` that depend only on the grids of patches: attention spans, RoPE
+        angles, positions."""
         places = self.places(grids)
         return PatchLayout(self.images(grids), self.angles(places), self.positions(places, grids))
 
@@ -148,8 +149,8 @@ class GridTower(Tower):
         return None
 
     def _flat(self, pixels: Tensor) -> Tensor:
-        """Flatten [steps, height, width, *patch] to [patches, size of a patch]; repeat the frame of an image
-        to fill the patch's time axis."""
+        """Flatten the patches of an item [steps, height, width, *patch] to [patches, size of a patch]. The
+        frame of an image is repeated to fill the patch's time axis."""
         flat: Tensor = pixels.flatten(0, 2).flatten(1).unflatten(1, (self.facts.channels, -1))
         return flat.repeat(1, 1, self.facts.frames * self.facts.patch**2 // flat.shape[2]).flatten(1)
 

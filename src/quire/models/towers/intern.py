@@ -15,7 +15,7 @@ from quire.models.towers.fixed_size import FixedSizeTower, pixel_shuffle
 
 
 class InternNames(NamedTuple):
-    """Checkpoint names of the encoder's parts."""
+    """Checkpoint names of the parts of InternVL's vision encoder."""
 
     tower: str
     patches: str

@@ -31,7 +31,7 @@ _THETA = 10000.0
 _HEAD = 128
 """Head size of the resampler."""
 _SQUARE = 64
-"""Number of vectors of a slice of the usual size."""
+"""Number of vectors of a slice of usual size, for models without a resampler."""
 
 
 class MiniCPMMerger(nn.Module):
@@ -101,7 +101,8 @@ class NaViT(nn.Module):
         return spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
 
     def position_ids(self, grid: Grid) -> Tensor:
-        """Return the position id of each patch, from its start as a fraction of the side in float32."""
+        """Return the position id of each patch of a grid: the learned position nearest to the start of the
+        patch as a fraction of the image's sides."""
         side = self.facts.vit.side
         grid = (1, math.prod(grid)) if self.facts.in_one_row else grid
         starts = [
@@ -127,7 +128,8 @@ class Resampler(nn.Module):
         self.product = Learned(scope / "proj", size, size)
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Reduce patches [T, hidden] to [squares * queries, size_out]."""
+        """Return the vectors of all images and slices, [images * queries, size_out]. `x` [T, hidden] are
+        their patches, `grids` the rows and columns of patches of each."""
         values = self.norm.normalize(self.widen(x))
         placed = values + torch.cat([self.positions(grid) for grid in grids]).to(values.dtype)
         keys, values = (values, placed) if self.facts.is_valued else (placed, values)

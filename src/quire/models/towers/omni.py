@@ -30,7 +30,8 @@ class OmniVisionTower(Qwen2_5VL):
 
 
 class OmniAudioTower(nn.Module):
-    """Audio encoder with attention within chunks of frames; at the end, pairs of states are averaged."""
+    """Audio encoder of Qwen2.5-Omni: Whisper layers with attention within chunks of frames, and at the end
+    the mean of each pair of states."""
 
     def __init__(self, facts: OmniAudioFacts, scope: Scope) -> None:
         super().__init__()

@@ -25,9 +25,9 @@ _EPS = 1e-5
 
 
 class Ovis2(FixedSizeTower):
-    """Ovis 2 encoder. The vectors of tiles are mixtures of visual vocabulary entries; the separators between
-    tiles are its last entries. The shape of an item's `grid` is the rows and columns of its tiles, or (1, 1)
-    without tiles."""
+    """Ovis 2 encoder. The vectors of tiles are mixtures of visual vocabulary entries; the vectors of
+    separators between tiles are the last entries. The shape of an item's `grid` is the rows and columns of
+    its tiles, or (1, 1) without tiles."""
 
     facts: OvisFacts
 

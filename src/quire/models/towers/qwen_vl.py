@@ -40,7 +40,8 @@ class Qwen2VL(GridTower):
 
 
 def windows_of(grid: PatchGrid, merge: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the order of a grid's squares by windows of `side` x `side`, and the size of each window."""
+    """Return the indices of a grid's squares (`merge` x `merge` patches), ordered by windows of `side` x
+    `side` squares, and the number of squares of each window."""
     rows, columns = grid.height // merge, grid.width // merge
     step, row, column = np.indices((grid.steps, rows, columns)).reshape(3, -1)
     down, across = -(-rows // side), -(-columns // side)
@@ -49,14 +50,16 @@ def windows_of(grid: PatchGrid, merge: int, side: int) -> tuple[NDArray[np.int64
 
 
 class Windows(NamedTuple):
-    """Layout of patches in window order."""
+    """Inputs of the encoder that depend only on shapes. Squares of merged patches are ordered by attention
+    window."""
 
     order: Tensor
-    """Index of the square at each position."""
+    """Original index of the square at each position in window order, [squares]."""
     window_spans: Spans
-    """Attention spans of windows."""
+    """Attention spans of layers with window attention: the patches of each window."""
     image_spans: Spans
-    """Attention spans of images."""
+    """Attention spans of layers with full attention: the patches of an image or of one time step of a
+    video."""
     angles: Angles
 
 

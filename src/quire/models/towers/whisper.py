@@ -25,7 +25,8 @@ _WIDTH = 3
 
 
 class Convolution(nn.Module):
-    """Convolution over time with stride `step` and GELU, as a GEMM; zero padding before the first frame."""
+    """Convolution over time with stride `step` and GELU, computed as a GEMM, with zero padding before the
+    first frame."""
 
     def __init__(self, size_in: int, size_out: int, step: int, scope: Scope) -> None:
         super().__init__()

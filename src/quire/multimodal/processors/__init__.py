@@ -119,7 +119,8 @@ class MergesTokens(Protocol):
     """A processor with spans whose first or last token, such as a newline, may merge with adjacent text."""
 
     def joined(self, before: int, after: int) -> int | None:
-        """Return the token that two tokens at the edge of a span merge into; None if they do not merge."""
+        """Return the token that two adjacent tokens at the edge of a span, `before` and `after`, merge into;
+        None if they do not merge."""
 
 
 def merges_tokens(processor: "Processor") -> TypeGuard[MergesTokens]:

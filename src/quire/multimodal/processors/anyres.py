@@ -35,7 +35,8 @@ _SLACK = 1.1
 
 
 class AnyresProcessor(ImageProcessor):
-    """Orders embeddings row by row over all tiles, without padding; a newline embedding ends each row."""
+    """Processor of LLaVA-NeXT and LLaVA-OneVision. It orders the embeddings of an image row by row over all
+    tiles, without padding; a newline embedding ends each row."""
 
     facts: AnyresFacts
 
@@ -111,8 +112,8 @@ class AnyresProcessor(ImageProcessor):
 
 @lru_cache
 def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
-    """Return the shape (height and width) to which an image can be fitted with the most pixels left; among
-    equals, the one with the least padding."""
+    """Return the shape (height and width) in which a resized image has the most pixels, up to its original
+    number; among equals, the one with the least padding."""
     height, width = image
 
     def worth(shape: Size) -> tuple[int, int]:

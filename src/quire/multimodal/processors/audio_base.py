@@ -53,7 +53,8 @@ def num_chunk_vectors(frames: int, window: int) -> int:
 
 
 class AudioProcessor:
-    """Computes the inputs of Whisper's encoder: log-mel spectrograms with 100 frames per second."""
+    """Preprocessor of audio for Whisper's encoder, which computes log-mel spectrograms with 100 frames per
+    second."""
 
     def __init__(self, path: Path, encoder: WhisperFacts) -> None:
         self.facts = encoder
@@ -83,6 +84,7 @@ class AudioProcessor:
         return divided.reshape(-1, self.facts.mels)
 
     def mel(self, samples: Samples, num_frames: int, *, is_cut: bool = False) -> Samples:
-        """Return the log-mel spectrogram, [num_frames, mels], with the settings of the encoder."""
+        """Return the log-mel spectrogram, [num_frames, mels], with the settings of the encoder. The samples
+        are padded with silence unless `is_cut`."""
         mels, rate = self.facts.mels, self.rate
         return log_mel(samples, num_frames, mels=mels, rate=rate, fft=self.fft, hop=self.hop, is_cut=is_cut)

@@ -14,8 +14,8 @@ _MARK = "<image>"
 
 
 class AyaProcessor(TiledProcessor):
-    """Aya Vision: a number as text precedes each tile. The placeholder in prompts is `<image>`, which is not
-    a token of every tokenizer."""
+    """Processor of Aya Vision. In the span of an image, a number as text precedes each tile. The placeholder
+    in prompts is `<image>`, which is not a token of every tokenizer."""
 
     facts: AyaFacts
 
@@ -44,7 +44,8 @@ class AyaProcessor(TiledProcessor):
 
 
 class Cohere2VisionProcessor(AyaProcessor):
-    """Command A Vision: a line-break token follows each tile. The placeholder is the image token."""
+    """Processor of Command A Vision. In the span of an image, a line-break token follows each tile. The
+    placeholder in prompts is the image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer)

@@ -10,7 +10,8 @@ from quire.text.tokenizer import Tokenizer
 
 
 class DualProcessor(LlavaProcessor):
-    """Resizes images to the encoder's size. A prompt is a text, or one image with an empty text."""
+    """Processor of CLIP and SigLIP, which resizes images to the encoder's size. A prompt is a text, or one
+    image with an empty text."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer)

@@ -18,7 +18,8 @@ from quire.text.tokenizer import Tokenizer
 
 
 class DotsProcessor(SpanProcessor):
-    """The placeholder in prompts is the image token."""
+    """Processor of dots.ocr, which cuts images into patches. The placeholder in prompts is the image
+    token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         tower: DotsFacts = facts.tower

@@ -19,7 +19,8 @@ _MAX_NEWLINES = 64
 
 
 class NewlineTokens:
-    """Tokens of newlines: those at the edges of a span merge with those of the text into one token."""
+    """Newline tokens of a tokenizer. Those at the edges of an image span merge with adjacent newlines of the
+    text into one token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = {count: tokenizer.backend.token_to_id("\n" * count) for count in range(1, _MAX_NEWLINES)}
@@ -27,14 +28,16 @@ class NewlineTokens:
         self._counts = {i: count for count, i in self._ids.items()}
 
     def joined(self, before: int, after: int) -> int | None:
-        """Return the token that two tokens of newlines merge into; None if they do not merge."""
+        """Return the token that two adjacent newline tokens merge into; None if one of them is no newline
+        token or there is no such token."""
         if before not in self._counts or after not in self._counts:
             return None
         return self._ids.get(self._counts[before] + self._counts[after])
 
 
 class Gemma3Processor(ImageProcessor):
-    """The placeholder is the begin-of-image token; newlines around the span merge with those of the text."""
+    """Processor of Gemma 3 images. The placeholder in prompts is the begin-of-image token; newlines around
+    the span merge with those of the text."""
 
     arguments = (
         *IMAGE_ARGUMENTS,

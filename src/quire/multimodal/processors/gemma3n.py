@@ -28,7 +28,8 @@ _UNIT = 128
 
 
 class Gemma3nProcessor(SpanProcessor):
-    """The placeholder in prompts is the audio token; newlines around the span merge with the text's."""
+    """Processor of Gemma 3n audio. The placeholder in prompts is the audio token; newlines around the span
+    merge with the text's."""
 
     modalities = ("audio",)
 
@@ -56,7 +57,8 @@ class Gemma3nProcessor(SpanProcessor):
         return [*newlines, facts.start_id, *[facts.audio_id] * facts.tokens, facts.end_id, *newlines]
 
     def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
-        """Build the item of a span: embeddings replace the audio tokens and the end token."""
+        """Build the processed item of a span. Embeddings replace its audio tokens and its end token; `more`
+        are further fields."""
         first = token_ids.index(self.facts.audio_id)
         return ProcessedItem(token_ids, [(first, self.facts.tokens + 1)], **more)
 

@@ -18,7 +18,8 @@ _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 
 
 class Gemma4Processor(ImageProcessor):
-    """Resizes an image to whole squares of patches. Each is one of at most `max_soft_tokens` tokens."""
+    """Processor of Gemma 4 images. It resizes an image to whole squares of patches, each of which becomes one
+    of at most `max_soft_tokens` image tokens."""
 
     arguments = (*IMAGE_ARGUMENTS, "max_soft_tokens")
     mean = std = HALF

@@ -104,7 +104,7 @@ def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 def _even(chosen: list[int]) -> list[int]:
-    """Remove duplicate indices, and repeat the last index if their number is odd."""
+    """Return frame indices without duplicates; the last index is repeated if their number is odd."""
     chosen = list(dict.fromkeys(chosen))
     return chosen if len(chosen) % 2 == 0 else [*chosen, chosen[-1]]
 

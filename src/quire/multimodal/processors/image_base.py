@@ -66,7 +66,8 @@ class SpanProcessor:
         return self.tokenizer.backend.id_to_token(self.mark) or ""
 
     def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
-        """Build the item of a span in which embeddings replace the image tokens, or the tokens `place`."""
+        """Build the processed item of a span of tokens. Embeddings replace the tokens with the id `place`, by
+        default the image tokens; `more` are further fields of the item."""
         places = np.asarray(token_ids) == (self.image_id if place is None else place)
         edges = np.flatnonzero(np.diff(places, prepend=False, append=False)).reshape(-1, 2)
         runs = [(int(first), int(end - first)) for first, end in edges]
@@ -97,7 +98,7 @@ class ImageProcessor(SpanProcessor):
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
     is_narrow: ClassVar[bool] = False
-    """Whether pixels are normalized in bfloat16."""
+    """Whether pixels are normalized in bfloat16, not in float32."""
     resample: ClassVar[Image.Resampling] = Image.Resampling.BICUBIC
     facts: Any
     """Description of the vision encoder (`MediaFacts.tower`)."""
@@ -112,8 +113,9 @@ class ImageProcessor(SpanProcessor):
         image_id: int | None = None,
         **defaults: Any,
     ) -> None:
-        """Read the settings of the checkpoint, which override `defaults`. `image_id` None: the image token of
-        config.json; `mark`, the placeholder in prompts: by default the image token."""
+        """Read the settings of the checkpoint, which override `defaults`. `image_id` is the token that
+        embeddings replace, by default the image token of config.json. `mark` is the placeholder in prompts,
+        by default `image_id`."""
         self.facts = facts.tower
         image_id = self.facts.image_id if image_id is None else image_id
         super().__init__(image_id if mark is None else mark, image_id, self.facts.size_out, tokenizer)
@@ -162,8 +164,8 @@ class ImageProcessor(SpanProcessor):
             raise keys.wrong("size", f"{side} x {side} pixels")
 
     def expand(self, text: str) -> list[int]:
-        """Tokenize the text of a span; each image token is repeated for all embeddings of an image or
-        tile."""
+        """Return the tokens of the text of a span, in which each image token is repeated for all embeddings
+        of an image or tile."""
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
 

@@ -24,7 +24,8 @@ _BEGIN, _PLACE, _END, _VIDEO = "<img>", "<IMG_CONTEXT>", "</img>", "<video>"
 
 
 class InternVLProcessor(TiledProcessor):
-    """The placeholder in prompts is the image token; `<image>`, that of the original code, is not a token."""
+    """Processor of InternVL. The placeholder in prompts is the image token; `<image>`, that of the original
+    code, is not a token."""
 
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     older_arguments = {

@@ -41,7 +41,8 @@ _MAX_PATCHES = 2**16
 
 
 class KimiVLProcessor(ImageProcessor):
-    """Resizes an image only if it has too many patches, and pads it to whole squares of patches."""
+    """Processor of Kimi-VL and Kimi-K2.5. It resizes an image only if it has too many patches, and pads it to
+    whole squares of patches."""
 
     older_arguments = _OLDER
     arguments = (*_OLDER, *_OLDER.values(), "pad_input", *(set(IMAGE_ARGUMENTS) - {"size"}))

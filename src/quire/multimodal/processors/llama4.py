@@ -19,7 +19,8 @@ _MARK, _PLACE = "<|image|>", "<|patch|>"
 
 
 class Llama4Processor(ImageProcessor):
-    """The placeholder in prompts is `<|image|>`, which the span also contains, before the whole image."""
+    """Processor of Llama 4 images. The placeholder in prompts is `<|image|>`, which the span also contains,
+    before the whole image."""
 
     arguments = (*IMAGE_ARGUMENTS, "max_patches", "resize_to_max_canvas")
     mean = std = HALF

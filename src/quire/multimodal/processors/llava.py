@@ -24,7 +24,8 @@ from quire.text.tokenizer import Tokenizer
 
 
 class LlavaProcessor(ImageProcessor):
-    """Resizes, crops and normalizes an image, which must then have the size that the vision encoder reads."""
+    """Processor of LLaVA-1.5, which resizes, crops and normalizes an image. The image must then have the size
+    that the vision encoder reads."""
 
     arguments = (*IMAGE_ARGUMENTS, "do_center_crop", "crop_size", "do_pad")
     facts: LlavaFacts

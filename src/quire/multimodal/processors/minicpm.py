@@ -42,24 +42,25 @@ _ALWAYS = ("size", "do_resize")
 _LONGEST = 2048
 """Maximum `scale_resolution` that a request may set: the side in pixels of the square of a whole image."""
 _LARGEST = 2
-"""Maximum number of embeddings of a whole image, as a multiple of a square's. Narrower images are refused."""
+"""Maximum number of embeddings of a whole image, as a multiple of that of a square image. Narrower images are
+refused."""
 
 
 class Cut(NamedTuple):
-    """Sizes of the whole image and of its slices."""
+    """Division of an image: the size of the resized whole image, and the size and number of its slices."""
 
     whole: Size
-    """Size of the whole image."""
+    """Size to which the whole image is resized."""
     piece: Size
-    """Size of each slice."""
+    """Size to which each slice is resized."""
     rows: int
     """Rows of slices; 0 without slices."""
     columns: int
 
 
 class MiniCPMVProcessor(ImageProcessor):
-    """The placeholder of an image is the image token; that of a video of MiniCPM-V 2.6 to 4.5 is a slice with
-    one image token. Images may be numbered."""
+    """Processor of MiniCPM-V. The placeholder of an image is the image token; that of a video of MiniCPM-V
+    2.6 to 4.5 is a slice with one image token. Images may be numbered."""
 
     arguments = ("max_slice_nums", "scale_resolution", "slice_mode", *(set(IMAGE_ARGUMENTS) - set(_ALWAYS)))
     mean = std = HALF
@@ -201,7 +202,8 @@ class MiniCPMVProcessor(ImageProcessor):
 
 
 def _number_marks(text: str, place: str) -> str:
-    """Put a number before every placeholder `place` of an image, but not of an expanded span."""
+    """Return the text with a number before every placeholder `place` of an image, but not before those of an
+    expanded span."""
     numbers, one = itertools.count(), re.escape(place)
 
     def with_number(mark: re.Match[str]) -> str:

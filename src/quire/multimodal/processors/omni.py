@@ -22,7 +22,7 @@ _FRAME_VECTORS = (128, 768)
 """Minimum and maximum number of embeddings of a video frame, regardless of the checkpoint's settings."""
 _AUDIO_ARGUMENTS = ("truncation",)
 _REACH = 4
-"""Number of frames after the last sample whose windows reach it."""
+"""Number of mel frames after the last audio sample whose STFT windows still contain samples."""
 _MAX_SECONDS = 2400
 """Maximum length in seconds of audio for Qwen3-Omni."""
 

@@ -23,7 +23,8 @@ _ENOUGH = 0.9
 
 
 class Ovis2Processor(TiledProcessor):
-    """The placeholder in prompts is `<image>`. Embeddings replace all tokens of a span, also separators."""
+    """Processor of Ovis 2. The placeholder in prompts is `<image>`. Embeddings replace all tokens of a span,
+    also the separators between tiles."""
 
     arguments = (*TiledProcessor.arguments, "use_covering_area_grid")
     facts: OvisFacts

@@ -17,7 +17,7 @@ _BEGIN = "<bos>"
 
 
 class PaliGemmaProcessor(ImageProcessor):
-    """Puts the placeholder of one image before a text without a placeholder."""
+    """Processor of PaliGemma. It puts the placeholder of one image before a text without a placeholder."""
 
     mean = std = HALF
     facts: TowerFacts

@@ -15,7 +15,8 @@ from quire.text.tokenizer import Tokenizer
 
 
 class PixtralProcessor(ImageProcessor):
-    """Resizes an image if it is too large; break tokens end its rows, and an end token ends the image."""
+    """Processor of Pixtral, Mistral 3 and LightOnOCR. It resizes an image if it is too large; break tokens
+    end its rows, and an end token ends the image."""
 
     facts: PixtralFacts
 

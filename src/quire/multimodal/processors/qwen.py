@@ -32,7 +32,8 @@ _MAX_SECONDS = 86400
 
 
 class GridProcessor:
-    """Cuts images and videos into patches; for some models, the span of a video has frame times as text."""
+    """Processor of Qwen-VL, GLM-V and PaddleOCR-VL. It cuts images and videos into patches; for some models,
+    the span of a video has frame times as text."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.modalities = facts.modalities

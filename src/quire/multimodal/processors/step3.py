@@ -41,7 +41,8 @@ class WindowPlan(NamedTuple):
 
 
 class StepVLProcessor(ImageProcessor):
-    """The placeholder in prompts is the image token."""
+    """Processor of Step3 to Step-3.7: a whole image and its windows. The placeholder in prompts is the image
+    token."""
 
     arguments = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb")
     facts: StepFacts | Step3Facts

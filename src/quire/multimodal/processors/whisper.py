@@ -16,8 +16,8 @@ from quire.text.tokenizer import Tokenizer
 
 
 class WhisperProcessor:
-    """Audio has no placeholder tokens, since the decoder cross-attends to it, and a fixed number of encoder
-    states. Longer audio is cut."""
+    """Processor of Whisper audio, which has no placeholder tokens, since the decoder cross-attends to it, and
+    a fixed number of encoder states. Longer audio is cut."""
 
     modalities: tuple[str, ...] = ("audio",)
 

@@ -8,7 +8,8 @@ from quire.sched.proposers.ngram import NGram
 from quire.sched.proposers.suffix import Suffix
 
 NUM_DRAFT_KINDS = 2
-"""Kinds of drafts: ordinary ones and sure ones."""
+"""Number of kinds of drafts with separate acceptance rates: ordinary ones, and sure ones
+(`Proposer.is_sure`)."""
 
 
 class Proposer(Protocol):

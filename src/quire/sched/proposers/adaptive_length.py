@@ -28,25 +28,27 @@ drafts)."""
 MAX_BALANCE = 64.0
 """Limit of the balance, in plain steps."""
 TRIAL_LEN = 2
-"""Most drafts of a row in a trial."""
+"""Most drafts of a row in a trial, that is, in a step with drafts that are not expected to pay."""
 MIN_GAIN = 1.01
-"""Least factor in tokens per second for which drafts are used."""
+"""Drafts are used only if they are expected to multiply the tokens per second by at least this factor."""
 REFRESH = 64
-"""Steps with drafts after which a plain one is measured."""
+"""Number of steps with drafts after which a step without drafts is measured again."""
 NUM_FIRST = 3
-"""Number of first measurements, of which the shortest counts: disturbances only lengthen a step."""
+"""Number of first measurements of a cost, of which the lowest is used: disturbances only lengthen a step."""
 _DECAY = 0.95
-"""Decay of a row's statistics per draft."""
+"""Factor by which the statistics of a row decay with each step in which the row has drafts."""
 _DECAY_ALL = 0.98
-"""Decay of the statistics of all rows, per row with drafts."""
+"""Factor by which the statistics of all rows together decay for each row with drafts in a step."""
 _PRIOR_WEIGHT = 2.0
-"""Weight of the rates of all rows in those of one row, in drafts."""
+"""Weight of the common acceptance rate of all rows in the estimate for one row, as a number of drafts."""
 _LEVELS, _CUTS = 12, 48
-"""Number of acceptance levels, and of thresholds for the likelihood of a draft."""
+"""Number of levels that acceptance rates are rounded to, and number of tried thresholds: a draft is used if
+its likelihood of acceptance is above the threshold."""
 _FEW_ROWS = 64
-"""Up to this number of rows, single lookups are faster than a histogram."""
+"""Up to this number of rows, looking up each row is faster than multiplying with a histogram of the rows."""
 _STEPS = [1, 1.015625, 1.0625, 1.125, 1.25, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 19, 23, 27]
-"""Tokens per row at which costs are kept; on a CPU, costs rise in steps of four tokens."""
+"""Ratios of tokens to rows of a step for which costs are kept; on a CPU, costs rise in steps of four
+tokens."""
 _RATIOS = np.array(_STEPS)
 _PRIOR_SLOPE = 0.25
 """Assumed cost of one more token per row, in plain steps, until it is measured."""
@@ -75,8 +77,9 @@ class AdaptiveDraftLength:
         is_drafted = likelihood >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
         totals = np.stack([is_drafted, is_drafted * likelihood]).cumsum(3).reshape(2 * _CUTS, -1, max_drafts)
         self._table = np.pad(totals, ((0, 0), (0, 0), (1, 0))).reshape(2 * _CUTS, -1).astype(np.float32)
-        """[2 * cut, level * available]: number of a row's drafts that are at least as likely as the cut. The
-        second half has the expected number of accepted ones among them."""
+        """[2 * thresholds, levels * available drafts]: in the first half, the number of a row's drafts that
+        are at least as likely as the threshold; in the second, how many of these are expected to be
+        accepted."""
 
     def admit(self, row: int) -> None:
         """Reset the statistics of a row that gets a new request."""
@@ -150,7 +153,8 @@ class AdaptiveDraftLength:
         return self._costs[at]
 
     def _best(self, costs: "_Costs", levels: NDArray[np.intp], available: Ints, budget: int | None) -> Ints:
-        """Return the numbers of drafts with the most tokens per second."""
+        """Return the number of drafts of each row with which the step yields the most tokens per second;
+        zeros if drafts do not pay."""
         num_rows = len(levels)
         columns = levels * (self._max_drafts + 1) + available
         if num_rows <= _FEW_ROWS:
@@ -169,7 +173,8 @@ class AdaptiveDraftLength:
         return lengths
 
     def _with_trials(self, costs: "_Costs", rows: Ints | RowIds, lengths: Ints, available: Ints) -> Ints:
-        """Add drafts for rows without any, the longest untested first, as far as the trial budget allows."""
+        """Return `lengths` with additional drafts for rows without any, the longest untested first, as far as
+        the trial budget allows."""
         is_idle = (lengths == 0) & (available > 0)
         if not is_idle.any():
             return lengths
@@ -207,7 +212,8 @@ class _AcceptanceRates:
         self._accepted[:, rows] = self._verified[:, rows] = 0.0
 
     def levels(self, rows: RowIds) -> NDArray[np.intp]:
-        """Return [2, rows]: the level, below _LEVELS, of each rate."""
+        """Return [2, rows]: the acceptance level, below _LEVELS, of each row's first draft and of its later
+        drafts."""
         common = (self._all_accepted / self._all_verified)[:, rows % len(self._kinds)]
         accepted = self._accepted[:, rows] + _PRIOR_WEIGHT * common
         level = (accepted * _LEVELS / (self._verified[:, rows] + _PRIOR_WEIGHT)).astype(np.intp)
@@ -227,15 +233,16 @@ class _AcceptanceRates:
 
 
 class _Costs:
-    """Costs of steps of similar row counts, by tokens per row."""
+    """Costs of steps with similar numbers of rows, by their ratio of tokens to rows."""
 
     def __init__(self, like: "_Costs | None") -> None:
         self.plain = 0.0
-        """Seconds of a plain step; 0: unknown."""
+        """Seconds of a step without drafts; 0: unknown."""
         self._num_plain = 0
         self._since_plain = 0
         self._extra = [0.0] * len(_RATIOS)
-        """Additional cost of steps over a plain one, in plain steps."""
+        """By entry of _STEPS: additional duration over a step without drafts, as a multiple of that step's
+        duration."""
         self._num_extra = [0] * len(_RATIOS)
         if like is not None:
             self._extra = list(like._extra)
@@ -243,7 +250,7 @@ class _Costs:
         self._fill()
 
     def is_due(self) -> bool:
-        """Whether a plain step has to be measured."""
+        """Whether a step without drafts has to be measured before drafts are used again."""
         return self._num_plain < NUM_FIRST or self._since_plain >= REFRESH
 
     def at(self, ratio: float) -> float:

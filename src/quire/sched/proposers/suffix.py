@@ -145,7 +145,7 @@ def _longest(tokens: "array[int]", places: list[int], end: "array[int]") -> tupl
 
 
 class _Outputs:
-    """The latest outputs, in a few texts."""
+    """The latest outputs of requests with the same salt, joined to a few token sequences."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests

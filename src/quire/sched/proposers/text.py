@@ -8,7 +8,7 @@ import numpy as np
 from quire.data.step_plan import Ints
 
 MIN_RECENT = 4096
-"""Minimum number of tokens added before the text is sorted again."""
+"""Least number of tokens added before the index of n-grams is sorted again."""
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _PLACES = (1 << 24) - 1
 """Bits of a sorted entry that hold a place; the bits above hold a hash."""

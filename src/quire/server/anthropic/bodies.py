@@ -18,14 +18,14 @@ class CachedBlock(Body):
 
 
 class TextBlock(CachedBlock):
-    """Text."""
+    """A content block with text."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(Body):
-    """Reasoning of the model before its answer."""
+    """A content block with reasoning that the model generated before an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -33,14 +33,14 @@ class ThinkingBlock(Body):
 
 
 class RedactedBlock(Body):
-    """Encrypted reasoning, which is ignored."""
+    """A content block with encrypted reasoning, which is ignored."""
 
     type: Literal["redacted_thinking"]
     data: str | None = None
 
 
 class ToolUseBlock(CachedBlock):
-    """A tool that the model called."""
+    """A content block with an earlier tool call of the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -49,7 +49,7 @@ class ToolUseBlock(CachedBlock):
 
 
 class ImageSource(Body):
-    """Source of an image."""
+    """The data or the URL of an image."""
 
     type: Literal["base64", "url"]
     media_type: str | None = None
@@ -68,7 +68,7 @@ _KINDS = frozenset({"text", "image", "thinking", "redacted_thinking", "tool_use"
 
 
 class OtherBlock(Body):
-    """A block of an unsupported type."""
+    """A content block of an unsupported type; requests with one are refused."""
 
     type: str = Field(json_schema_extra={"not": {"enum": [*sorted(_KINDS)]}})
 
@@ -87,7 +87,7 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(CachedBlock):
-    """The result of a tool call."""
+    """A content block with the result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -148,7 +148,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """Output settings."""
+    """Settings of the output: the reasoning effort, and a JSON schema."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = doc(
         "Passed to the chat template as `reasoning_effort`."
@@ -212,7 +212,7 @@ class MessageErrorReply(BaseModel):
 
 
 class CreatedTokens(BaseModel):
-    """Tokens added to the prefix cache, by `ttl`."""
+    """Number of prompt tokens added to the prefix cache, by the `ttl` of `cache_control`."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int

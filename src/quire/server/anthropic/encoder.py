@@ -1,5 +1,5 @@
-"""Encoding of a reply of /v1/messages, whole or as stream events. Parsed pieces become content blocks; each
-block stops before the next one starts."""
+"""Encoding of a reply of /v1/messages, whole or as stream events. Text, reasoning and tool calls of the
+output become content blocks; each block stops before the next one starts."""
 
 import json
 import re
@@ -20,8 +20,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BlockEvents:
-    """The content blocks of one message, as stream events. With `hold_space`, white space alone starts no
-    block, since another block may follow."""
+    """The content blocks of one message, as stream events. With `hold_space`, white space is held back until
+    other text follows, since a block of another type may follow instead."""
 
     def __init__(self, *, hold_space: bool) -> None:
         self.index = -1
@@ -46,7 +46,7 @@ class BlockEvents:
                 return [self._delta("input_json_delta", partial_json=text)]
 
     def end(self) -> list[Event]:
-        """Close the open block. A message without a block gets an empty text block."""
+        """Close the open block and return the events. A message without a block gets an empty text block."""
         return [*([] if self.index >= 0 else self._begin("text", text="")), *self._close()]
 
     def _text(self, text: str) -> list[Event]:
@@ -117,7 +117,7 @@ _ERRORS = {"abort": "the request was aborted", "error": "the engine failed while
 
 
 class MessageEncoder(AnswerEncoder):
-    """Encodes a message. A text-only event is concatenated from prepared bytes."""
+    """Encoder of a /v1/messages reply, as stream events or whole."""
 
     def __init__(self, api: GenerationService, chat: ChatRequest) -> None:
         self._api, self._chat = api, chat

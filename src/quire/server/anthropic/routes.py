@@ -41,5 +41,6 @@ async def count_message_tokens(api: GenerationService, body: CountBody, request:
 
 
 async def _as_chat(body: CountBody, request: Request, *, budgets: bool) -> ChatBody:
-    """Translate the body to a chat body, in a thread if it is long or of unknown length."""
+    """Translate a /v1/messages body to a chat completion body, in a thread if it is long or of unknown
+    length. `budgets`: whether the server can limit the number of reasoning tokens."""
     return await off_loop(num_body_bytes(request), lambda: as_chat(body, budgets=budgets))

@@ -64,7 +64,8 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
 
 
 def _cache_control(body: CountBody) -> dict[str, Any] | None:
-    """Return the `cache_control` with the longest time of the body, or None."""
+    """Return the one `cache_control` for the whole prompt, with the longest `ttl` of the body and its blocks,
+    or None."""
     contents = [turn.content for turn in body.messages] + [body.system, body.tools]
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     parts = [part for block in blocks if isinstance(part := getattr(block, "content", None), list)]

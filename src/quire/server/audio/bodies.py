@@ -67,7 +67,7 @@ class TranslationForm(SpeechForm):
 
 
 class Duration(BaseModel):
-    """Duration of the audio."""
+    """Usage of a transcription: the duration of the audio in seconds, rounded up."""
 
     type: Literal["duration"]
     seconds: int
@@ -75,7 +75,7 @@ class Duration(BaseModel):
 
 
 class SegmentReply(BaseModel):
-    """Text between two times, in seconds."""
+    """A segment of the transcript, with its start and end in seconds from the start of the audio."""
 
     id: int
     seek: float = Field(description="Start of the chunk that contains the segment.")
@@ -90,7 +90,7 @@ class SegmentReply(BaseModel):
 
 
 class WordReply(BaseModel):
-    """A word and its times, in seconds."""
+    """A word of the transcript, with its start and end in seconds from the start of the audio."""
 
     word: str
     start: float

@@ -22,7 +22,8 @@ NAMES = {"transcribe": "transcription", "translate": "translation"}
 
 @dataclass(frozen=True, slots=True)
 class SpeechRequest:
-    """The audio of a request and its settings."""
+    """A transcription or translation request: its form, its engine call, and the chunks that its audio was
+    split into. Each chunk is one prompt of the call."""
 
     task: str
     form: SpeechForm
@@ -101,7 +102,8 @@ class SpeechEncoder(ChunkEncoder):
 
 
 def respond(form: SpeechForm) -> Callable[[Any], Response]:
-    """Return the function that makes the HTTP response of a whole reply."""
+    """Return the function that converts the encoded reply to an HTTP response, as JSON or plain text by the
+    `response_format` of the form."""
     if form.response_format in ("json", "verbose_json"):
         return json_response
     return lambda answer: PlainTextResponse(answer["text"] + "\n")
@@ -150,7 +152,8 @@ def _words(speech: SpeechRequest, piece: int, start: float, segment: Segment) ->
 
 
 def _segments(speech: SpeechRequest, completions: list[CompletionOutput]) -> list[tuple[int, float, Segment]]:
-    """Return the segments, each with the index of its chunk and the start time of the chunk."""
+    """Return (index, start, segment) for each transcript segment: the index and the start time in seconds of
+    its audio chunk, and the segment, with times relative to that start."""
     return [
         (piece, start / RATE, segment)
         for piece, (start, end, output) in enumerate(
@@ -195,4 +198,4 @@ _ENCODERS: dict[str, Callable[[SpeechRequest, list[CompletionOutput]], dict[str,
     "srt": _subtitles("", ",", numbered=True),
     "vtt": _subtitles("WEBVTT\n", ".", numbered=False),
 }
-"""Encoders of whole replies by response_format."""
+"""Functions that encode a reply that is not streamed, by `response_format`."""

@@ -30,7 +30,7 @@ PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FIELDS_BYTES = 1 << 20
 """Maximum bytes of a form without its file."""
 _ID_PREFIXES = {"transcribe": "trsc", "translate": "trsl"}
-"""Prefixes of the request ids."""
+"""Prefixes of the request ids, by task."""
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("frequency_penalty", "repetition_penalty", "presence_penalty"),
@@ -133,7 +133,7 @@ def _previous_text(form: SpeechForm) -> str:
 
 
 def _granularities(form: SpeechForm) -> frozenset[str]:
-    """Return the units that timestamps are computed for."""
+    """Return the units that timestamps are computed for: `segment`, `word` or both."""
     requested = form.timestamp_granularities if isinstance(form, TranscriptionForm) else []
     return frozenset(requested or ["segment"])
 
@@ -180,7 +180,7 @@ class _SpeechRuns:
         )
 
     async def detect_language(self, piece: PreparedItem) -> str:
-        """Detect the language of the first chunk."""
+        """Run the model for one token on a chunk of audio, and return the code of the language it detects."""
         prompt = self.prompt(self.transcriber.prompt(self.task, None), piece)
         codes = {id: code for code, id in self.transcriber.languages.items()}
         params = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(codes))

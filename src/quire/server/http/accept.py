@@ -19,7 +19,7 @@ from quire.logs import FirstWarning, get_logger
 log = get_logger(__name__)
 
 MAX_ACCEPTS = 256
-"""Maximum connections that are accepted at once, before other work."""
+"""Maximum connections that are accepted before the event loop or the supervisor handles other events."""
 PAUSE_S = 0.05
 
 
@@ -153,7 +153,8 @@ class ConnectionSource:
         raise NotImplementedError
 
     def count_closed(self) -> None:
-        """Count a closed connection; only `ConnectionReceiver` keeps this count."""
+        """Count a closed connection. This does nothing unless the supervisor passes the connections, since it
+        then needs the number of open ones."""
 
     def _connect_socket(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -24,7 +24,7 @@ _MAX_PATH = 256
 
 
 class ClientDisconnected(Exception):
-    """The client has disconnected."""
+    """Raised when the client disconnects before its request is answered."""
 
 
 class NotFound(RequestError):
@@ -99,7 +99,8 @@ def error_response(body: dict[str, Any]) -> Response:
 
 
 def response_to(error: Exception, *, log_stack: bool = False) -> Response:
-    """Return the response to a request that ended with an exception."""
+    """Return the response to a request that ended with an exception. `log_stack`: log the traceback of an
+    EngineError."""
     if isinstance(error, ClientDisconnected):
         return Response(status_code=499)  # seen in access logs only
     if isinstance(error, HTTPException):

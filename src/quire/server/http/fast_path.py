@@ -1,4 +1,4 @@
-"""The path of JSON bodies: a valid body is parsed once and answered without FastAPI. FastAPI handles all
+"""Requests with a JSON body: a valid body is parsed once and answered without FastAPI. FastAPI handles all
 other requests and reports invalid bodies. Large bodies are parsed in a thread."""
 
 import asyncio

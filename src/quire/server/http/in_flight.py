@@ -1,4 +1,5 @@
-"""Running requests: their cancellation, the limit of long bodies, and turns on the event loop by API key."""
+"""Running requests: their cancellation, the limit of concurrent long bodies, and the fair order in which
+handlers begin on the event loop."""
 
 import asyncio
 import sys
@@ -22,7 +23,7 @@ MAX_LONG_BODIES = 2
 threads with the prompts of other requests, and tokenization takes about 100 times the text's memory."""
 
 _TURN_S = 0.004
-"""Seconds for which handlers may begin in one turn of the event loop."""
+"""Seconds within one iteration of the event loop in which new handlers may begin."""
 
 
 def is_disconnected(receive: Receive) -> bool:
@@ -80,7 +81,7 @@ def num_body_bytes(request: Request) -> int:
 
 
 class HandlerQueue:
-    """Limit of the handlers that begin in one turn of the event loop.
+    """Limit of the handlers that begin in one turn (iteration) of the event loop.
 
     A handler parses a body, tokenizes it and starts its requests without yielding to the event loop. If many
     requests arrive at once, only a few begin. The others wait for later turns, so that streams and health
@@ -91,14 +92,14 @@ class HandlerQueue:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._has_begun = False
-        """Whether a handler has begun in this turn."""
+        """Whether a handler has begun in the present turn of the event loop."""
         self._ends_at = 0.0
         self._waiting: dict[int, deque[asyncio.Future[None]]] = {}
         """Waiting requests by the number of their API key; the first key is the next whose request begins."""
 
     async def wait(self, tenant: int) -> None:
-        """Return when the handler of a request may begin: at once if this turn has time left. `tenant`: the
-        number of the request's API key, 0 without a named key."""
+        """Return when the handler of a request may begin: at once if the present turn of the event loop has
+        time left. `tenant`: the number of the request's API key, 0 without a named key."""
         if not self._has_begun:
             self._begin()
         elif self._waiting or self._clock() >= self._ends_at:

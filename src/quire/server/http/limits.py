@@ -220,7 +220,8 @@ def keep_open(scope: Scope) -> Callable[[], None]:
 
 
 def account_of(scope: Scope) -> KeyAccount | None:
-    """Return the account of the request's key; None for keys without a name."""
+    """Return the account to which the request's tokens are charged: that of its API key; None for a key
+    without a name."""
     account: KeyAccount | None = scope.get(_ACCOUNT)
     return account
 
@@ -230,7 +231,8 @@ def is_operator(scope: Scope) -> bool:
 
 
 def without_account(request: Request) -> Request:
-    """Return the request without its account: it is charged to no key, since it does not use the engine."""
+    """Return the request without the account of its API key, so that no tokens are charged to the key. This
+    is for requests that do not use the engine."""
     return Request({**request.scope, _ACCOUNT: None}, request.receive)
 
 
@@ -247,7 +249,7 @@ def route_path(scope: Scope) -> str:
 
 
 class SendWrapper:
-    """Base class of ASGI `send` functions around another one."""
+    """Base class of ASGI `send` callables that wrap another `send`, to record or change the response."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

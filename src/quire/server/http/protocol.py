@@ -187,7 +187,8 @@ class HttpProtocol(HttpToolsProtocol):
                 self._on_stop(stop, piece)
 
     def _on_stop(self, stop: Exception, data: bytes | memoryview) -> None:
-        """Refuse invalid input; after an upgrade request, which also stops the parser, parse the rest."""
+        """Handle an exception of the parser. An upgrade request also stops the parser: then parse the rest of
+        `data`. Otherwise the input is invalid, and the request is refused."""
         if not isinstance(stop, httptools.HttpParserUpgrade):
             invalid = _IS_TLS if data[:1] == _TLS_HANDSHAKE else _INVALID
             self._refuse(*(self._stop_reason or invalid))

@@ -73,8 +73,8 @@ def event(body: Any) -> bytes:
 
 
 def chunk_head(frame: dict[str, Any]) -> bytes:
-    """Return the beginning of a chunk's event, up to its first choice. `frame`: the other fields of the
-    chunk."""
+    """Return the beginning of the event of a stream chunk, up to its first choice. `frame`: the fields of the
+    chunk other than `choices`."""
     return event(frame).removesuffix(b"}\n\n") + b',"choices":['
 
 
@@ -90,15 +90,16 @@ class AnswerEncoder:
 
     @property
     def text_only(self) -> bool:
-        """Whether text-only outputs may be passed to `encode_text` instead of `encode`."""
+        """Whether `encode_text` may encode outputs that have only new text and its number of tokens, without
+        logprobs or token ids."""
         return False
 
     def encode(self, output: RequestOutput) -> bytes:
         raise NotImplementedError
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
-        """Return the events of a text-only output that is neither the first nor the last, of a response with
-        a single choice."""
+        """Return the events for `num_tokens` new tokens with this text, in the middle of a response with a
+        single choice. The first and the last output of a response are passed to `encode`."""
         raise NotImplementedError
 
     def finish(self) -> bytes:
@@ -126,7 +127,8 @@ class EventStream(Response):
         running_requests: RunningRequests,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> None:
-        """Create a response. `on_output` is called with each output that is not text-only."""
+        """Create a response. `on_output` is called with each output that is passed to `encode`, and not to
+        `encode_text`."""
         self.outputs = outputs
         self.encoder = encoder
         self.encode = encoder.encode if on_output is None else _with_callback(on_output, encoder.encode)

@@ -86,7 +86,8 @@ class LoRALocations:
             raise NotFound(str(error), param="lora_path") from None
 
     def _download(self, url: str) -> Path:
-        """Download an adapter into a directory that is specific to the current state of the remote files."""
+        """Download an adapter from a URL and return its local directory, which is specific to the current
+        state of the remote files."""
         names = (CONFIG, *WEIGHTS, *TOKENIZER)
         try:
             folder = StoreFolder(

@@ -65,7 +65,8 @@ def read_modules(values: Iterable[str]) -> tuple[LoRAModule, ...]:
 
 
 def check_modules(modules: Sequence[LoRAModule], *, enabled: bool, served: Sequence[str]) -> None:
-    """Raise a ConfigError if the adapters cannot be served with a model of these names."""
+    """Raise a ConfigError if there are adapters although LoRA is not `enabled`, or if an adapter has one of
+    the model's names `served`."""
     if modules and not enabled:
         raise ConfigError("lora_modules needs enable_lora: give --enable-lora, too")
     for module in modules:

@@ -14,7 +14,8 @@ from filelock import FileLock, Timeout
 from quire.server.lora.modules import LoRAModule
 
 _NUM_LOCKS = 1024
-"""Number of locks. Names that hash to the same lock wait for each other."""
+"""Number of lock files for adapter names. Changes of adapters whose names hash to the same lock wait for each
+other."""
 _POLL_S = 0.05
 _TICK_NS = 1_000_000
 

@@ -28,7 +28,8 @@ class ToolUse:
     """The tools of a request, and how the model may call them."""
 
     calls: str = "none"
-    """auto, required, named or none."""
+    """Calls that the output may have: `none`, `auto` (optional calls), `required` (one or more), or `named`
+    (a call of the tool `name`)."""
     name: str = ""
     """Name of the tool to call, if `calls` is named."""
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -56,7 +57,8 @@ class AnswerFormat:
 
 
 class Parsers:
-    """The parsers that the server is configured with, or that fit the chat template."""
+    """The reasoning parser and the tool call parser of the server: the configured ones, or those that fit the
+    chat template."""
 
     def __init__(
         self, *, reasoning: str, tools: str, auto: bool | None = None, plugins: Iterable[str] = ()
@@ -71,7 +73,8 @@ class Parsers:
 
     @property
     def auto(self) -> bool:
-        """Whether a model may choose to call a tool."""
+        """Whether optional tool calls (tool_choice `auto`) are parsed: there is a tool call parser, and
+        enable_auto_tool_choice is not off."""
         return self._auto is not False and self.tools is not None
 
     def detect(self, model_template: str | dict[str, str] | None, template: str | None) -> None:
@@ -146,7 +149,8 @@ class Parsers:
 
 
 def reasoning_ids(parser: Parser | Chain, tokenizer: "Tokenizer") -> ReasoningIds | None:
-    """Return the reasoning marks as token ids."""
+    """Return the token ids of the marks around reasoning, such as <think>; None if the parser has no
+    marks."""
     if parser.reasoning_marks is None:
         return None
     start, end = (_encode(mark, tokenizer) for mark in parser.reasoning_marks)
@@ -171,7 +175,8 @@ def _check_name(table: LazyTable, name: str) -> str | None:
 
 
 class OutputParser:
-    """Parser of the outputs of one choice. Without a text parser, all output is text."""
+    """Parser that splits the output of one choice into text, reasoning and tool calls, and counts reasoning
+    tokens. If `parser` is None, all output is text."""
 
     def __init__(
         self,
@@ -202,7 +207,8 @@ class OutputParser:
         return pieces
 
     def parse_text(self, text: str) -> list[Piece]:
-        """Parse the text of an output that is not the last. Its tokens are not counted as reasoning."""
+        """Return the parsed pieces of a text that is not the last of the choice. Its tokens are not counted
+        as reasoning."""
         if self._parser is None:
             return [TextPiece(text)] if text else []
         return self._filter(self._parser.feed(text))

@@ -23,7 +23,8 @@ _NUM_DECODED_TOKENS = 64
 """Number of last prompt tokens that are decoded if the prompt has no text, to detect an open reasoning
 block."""
 _MAX_STOPS = {"msg": 64}
-"""Maximum number of stop strings, by id prefix, of APIs that allow more than `MAX_STOP_STRINGS`."""
+"""Maximum number of stop strings of APIs that allow more than `MAX_STOP_STRINGS`, by the prefix of their
+request ids (`msg`: /v1/messages)."""
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Chat template variables that turn reasoning on and off."""
 

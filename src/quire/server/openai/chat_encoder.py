@@ -15,8 +15,8 @@ _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class ChatEncoder(ChunkEncoder):
-    """Encoder of chat completions. A text-only chunk is a constant head, the quoted text and a constant
-    tail."""
+    """Encoder of chat completions, as stream chunks or whole. A chunk with only text is concatenated from
+    prepared bytes."""
 
     def __init__(self, api: GenerationService, chat: ChatRequest) -> None:
         self._chat, self._body = chat, chat.body
@@ -27,7 +27,7 @@ class ChatEncoder(ChunkEncoder):
         self._has_token_fields = bool(body.logprobs or body.return_token_ids or self._usage_in_every_chunk)
         """Whether chunks carry logprobs, token ids or usage, and not only text."""
         self._counts_reasoning = chat.format.reasoning is not None
-        """Whether reasoning tokens are counted."""
+        """Whether the usage reports the number of reasoning tokens."""
         self._is_text_only = not (chat.parses or self._has_token_fields)
         lead = chunk_head(self._frame)
         self._leads = [lead + b'{"index":%d,"delta":{' % index for index in range(num_choices)]

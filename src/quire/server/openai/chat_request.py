@@ -9,7 +9,7 @@ from quire.server.openai.service import ApiCall
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat request that is ready for the engine."""
+    """A checked chat request: its body, its engine call, and how its output is parsed and returned."""
 
     body: ChatBody
     call: ApiCall

@@ -56,7 +56,8 @@ def _add_logprobs(
 
 
 class CompletionEncoder(ChunkEncoder):
-    """Encoder of completions. A text-only chunk is a constant head, the quoted text and a constant tail."""
+    """Encoder of completions, as stream chunks or whole. A chunk with only text is concatenated from prepared
+    bytes."""
 
     def __init__(self, api: GenerationService, body: CompletionBody, call: ApiCall) -> None:
         self._body, self._num_per_prompt = body, body.n or 1

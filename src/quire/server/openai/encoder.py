@@ -13,7 +13,8 @@ from quire.server.openai.service import ApiCall, GenerationService
 
 
 class ChunkEncoder(AnswerEncoder):
-    """Base of the encoders of chunks with choices. A stream ends with the usage if usage was requested."""
+    """Base of the encoders for APIs whose replies and stream chunks have a list `choices`. A stream ends with
+    the usage if usage was requested."""
 
     def __init__(
         self,

@@ -227,7 +227,8 @@ async def _prepare(
 
 
 def _inputs_for(body: EngineBody, model: RequestedModel) -> InputProcessor:
-    """Return the input processor for the prompt of a body, which has no limit if it will be truncated."""
+    """Return the input processor of the model, without its limit of the prompt length if the body requests
+    truncation: the prompt is then truncated after tokenization."""
     return model.inputs if body.truncate_prompt_tokens is None else _without_limits(model.inputs)
 
 
@@ -279,7 +280,8 @@ def _truncate(prompt: Prompt, body: EngineBody, model: RequestedModel, num_outpu
 
 @contextmanager
 def _naming_input(name: str) -> Iterator[None]:
-    """Add the name of an input to RequestErrors raised inside."""
+    """Put the name of an input in front of the messages of RequestErrors that are raised within this
+    context."""
     try:
         yield
     except RequestError as error:

@@ -11,7 +11,8 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repeti
 
 
 def reply_model(name: str, text: str, **fields: Any) -> type[BaseModel]:
-    """Return the model of a small response: its description, and the type of each field."""
+    """Return a pydantic model class for a small response body. `text` is its description, and `fields` are
+    the types of its required fields by name."""
     definitions: dict[str, Any] = {field: (kind, ...) for field, kind in fields.items()}
     return create_model(name, __doc__=text, **definitions)
 
@@ -44,7 +45,7 @@ class CachedTokens(BaseModel):
 
 
 class ReasoningTokens(BaseModel):
-    """Details of the completion tokens."""
+    """Number of completion tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -111,7 +112,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """The sampled token, with the most likely tokens at its position."""
+    """Logprob of the token at a position of the output, with the most likely tokens there."""
 
     top_logprobs: list[TopLogprob]
 

@@ -28,12 +28,12 @@ class RequestedModel:
     """The model or LoRA adapter of a request. An adapter is not removed before the request has ended."""
 
     name: str
-    """Name in the response."""
+    """Name of the model or adapter in the response."""
     lora: LoRARequest | None
-    """None: the base model."""
+    """LoRA adapter that the request uses; None for the base model."""
     facts: EngineFacts
     inputs: InputProcessor
-    """Input processor with the tokenizer of the adapter."""
+    """Input processor of the model, with the tokenizer of the adapter if that has one."""
     tokens_as_ids: bool = False
     """Whether logprobs show tokens as `token_id:ID` if the request does not say."""
 

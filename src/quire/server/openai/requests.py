@@ -46,14 +46,15 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = doc("End the stream with a chunk that has the usage.", False)
     continuous_usage_stats: bool | None = doc("With include_usage: report usage in every chunk.", False)
 
 
 class RepetitionDetection(BaseModel):
-    """Condition that ends a repetitive sequence."""
+    """When to end a sequence that repeats itself: if its last tokens are `min_count` copies of one pattern of
+    `min_pattern_size` to `max_pattern_size` tokens. With `max_pattern_size` 0, never."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -63,14 +64,15 @@ class RepetitionDetection(BaseModel):
 
 
 class CacheControl(Body):
-    """Hint that a prompt will be used again, as in Anthropic's API."""
+    """Hint that the prompt will be used again within `ttl`, so that its prefix should stay in the cache; as
+    in Anthropic's API."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
 class CallBody(Body):
-    """Fields of every call of the engine."""
+    """Fields that the bodies of all routes that run the model share."""
 
     model: str | None = doc("One of the served names. Default: the first of them.")
     priority: Int = doc("Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX)
@@ -85,7 +87,7 @@ class CallBody(Body):
 
 
 class EngineBody(CallBody):
-    """Fields of every request with its own prompt."""
+    """Fields that the bodies of all routes with a prompt share: truncation and cache salt."""
 
     truncate_prompt_tokens: Int | None = doc(
         "Truncate the prompt to this many tokens; -1: to what fits in max_model_len.", ge=-1, le=INT64_MAX
@@ -101,7 +103,7 @@ class EngineBody(CallBody):
 
 
 class GenerateBody(EngineBody):
-    """Fields of both chat and plain completions."""
+    """Fields that chat completions, completions and responses share, such as sampling parameters."""
 
     n: Int | None = _ranged(1, None, "Choices per prompt; with use_beam_search the number of beams.")
     temperature: float | None = _ranged(0, 2, "0 is greedy.")

@@ -120,7 +120,7 @@ class ParamsChecker:
     def __init__(self, model: RequestedModel) -> None:
         self._model = model
         self._checked: dict[int, CheckedParams] = {}
-        """Results by the id of the params."""
+        """Results of the checks by `id()` of the parameters."""
         self._grammar: StructuredOutputsParams | None = None
 
     async def of(self, params: SamplingParams) -> CheckedParams:

@@ -47,7 +47,8 @@ _MAX_ID = 256
 
 @dataclass(frozen=True, slots=True)
 class ApiCall:
-    """One API call: the input of the engine, and the fields that every part of the response has."""
+    """Engine call of an HTTP request: its prompts with their parameters, and the fields that every part of
+    the response has."""
 
     id: str
     created: int
@@ -94,7 +95,8 @@ class ApiCall:
 
 
 class GenerationService:
-    """Engine, settings and helpers that the routes share."""
+    """State that the route handlers of one model share: the engine, the settings, the names of the model and
+    its adapters, the parsers and the running requests."""
 
     def __init__(
         self, engine: AsyncEngine, settings: ServerSettings, registry: LoRARegistry | None = None
@@ -110,7 +112,8 @@ class GenerationService:
         self.running_requests = RunningRequests()
         self.long_bodies = asyncio.Semaphore(MAX_LONG_BODIES)
         self._lock = asyncio.Lock()
-        """Lock for the pauses of large calls: one of these calls at a time resumes on the event loop."""
+        """Lock that all `Pauses` share: of the large calls that have yielded to the event loop, one at a time
+        resumes."""
         facts = engine.facts
         self.fingerprint = _fingerprint(settings.api, facts)
 
@@ -217,7 +220,8 @@ class GenerationService:
 
 
 def limit_long_bodies(answer: Answer) -> Answer:
-    """Let a handler wait while `MAX_LONG_BODIES` requests with long bodies are processed (decorator)."""
+    """Return the route handler `answer` with a limit: a request with a long body waits while
+    `MAX_LONG_BODIES` requests with long bodies are processed."""
 
     @wraps(answer)
     async def limited(api: GenerationService, body: Any, request: Request) -> Response:

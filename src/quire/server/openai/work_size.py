@@ -21,12 +21,14 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 
 def num_chars(value: Any) -> int:
-    """Count the characters of all nested values, up to about `LONG`."""
+    """Count the characters of all texts in a nested value, and `VALUE_CHARS` for each other value; counting
+    stops at about `LONG`."""
     return add_sizes(value, len)
 
 
 def add_sizes(value: Any, size_of: Callable[[str], int]) -> int:
-    """Add up the sizes of nested values, until the sum reaches `LONG`."""
+    """Add up `size_of` of all texts in a nested value, and `VALUE_CHARS` for each other value, until the sum
+    reaches `LONG`."""
     count, pending = 0, [iter((value,))]
     while pending and count < LONG:
         item = next(pending[-1], _END)

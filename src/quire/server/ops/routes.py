@@ -31,7 +31,8 @@ _MAX_IDS = 10_000
 
 
 class RpcBody(BaseModel):
-    """A worker method and its arguments."""
+    """The body of /collective_rpc: the name of a worker method, its arguments, and a time limit in
+    seconds."""
 
     method: str = Field(min_length=1, max_length=200)
     args: Many[Any] = []
@@ -43,7 +44,7 @@ RpcReply = reply_model("RpcReply", "Results of a worker method, by worker.", res
 
 
 class AbortBody(BaseModel):
-    """Ids of requests to abort, as responses contain them."""
+    """The body of /abort_requests: ids of requests, as responses contain them."""
 
     request_ids: Many[str] = Field(max_length=_MAX_IDS)
 
@@ -83,8 +84,9 @@ def _add_pause_routes(app: FastAPI, api: GenerationService) -> None:
     async def pause(
         mode: Mode = "abort", clear_cache: bool = True, wait_for_inflight_requests: bool = False
     ) -> Response:
-        """Pause the engine. Running requests are aborted, finished first, or kept; new ones wait.
-        `wait_for_inflight_requests` is the old name of the mode `wait`."""
+        """Pause the engine; new requests wait. By `mode`, running requests are aborted (`abort`), finished
+        first (`wait`) or continued after /resume (`keep`). `wait_for_inflight_requests` is the old name of
+        `wait`."""
         await api.engine.operation.pause(
             "wait" if wait_for_inflight_requests else mode, clear_cache=clear_cache
         )
@@ -92,7 +94,7 @@ def _add_pause_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/resume", **replies_of(StateReply, *_CODES))
     async def resume() -> Response:
-        """Resume the engine."""
+        """Resume the engine after /pause: it runs requests again."""
         await api.engine.operation.resume()
         return json_response({"status": "resumed"})
 
@@ -111,13 +113,15 @@ def _add_abort_route(app: FastAPI, api: GenerationService) -> None:
 def _add_sleep_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/sleep", **replies_of(None, *_CODES))
     async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> Response:
-        """Release memory: offload the weights to the host (1) or drop them (2), and drop the KV cache."""
+        """Release memory: level 1 offloads the weights to host memory and drops the KV cache, level 2 drops
+        both, level 0 only pauses. `mode` decides on running requests, as for /pause."""
         await api.engine.operation.sleep(level, mode)
         return Response(status_code=200)
 
     @app.post("/wake_up", **replies_of(None, *_CODES))
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        """Restore the memory, all or by tags (weights, kv_cache), and resume."""
+        """Restore the memory that /sleep released: all of it, or by `tags` the `weights` or the `kv_cache`.
+        Requests run again when all is restored."""
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
         await api.engine.operation.wake_up(tags)

@@ -17,25 +17,27 @@ _CODES = (400, 500, 503)
 
 
 class InitTransferBody(BaseModel):
-    """Settings of the connection to the trainer; the fields depend on the transfer backend."""
+    """The body of /init_weight_transfer_engine: how to connect to the trainer. The fields of `init_info`
+    depend on the backend of weight_transfer_config."""
 
     init_info: dict[str, Any]
 
 
 class UpdateWeightsBody(BaseModel):
-    """Description of the tensors that the trainer sends; the fields depend on the transfer backend."""
+    """The body of /update_weights: which tensors the trainer sends. The fields of `update_info` depend on the
+    backend of weight_transfer_config."""
 
     update_info: dict[str, Any]
 
 
 class FinishUpdateBody(BaseModel):
-    """Version of the new weights."""
+    """The body of /finish_weight_update: the name of the version of the new weights."""
 
     weight_version: str | None = None
 
 
 class WeightVersionBody(BaseModel):
-    """A name for the current weights."""
+    """The body of /update_weight_version: a version name for the current weights."""
 
     new_version: str
 
@@ -65,7 +67,7 @@ def add_weight_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/start_weight_update", **replies_of(WeightUpdateReply, *_CODES))
     async def start_weight_update() -> Response:
-        """Start an update. The engine serves its old weights until the update is finished."""
+        """Start a weight update. The engine serves its old weights until /finish_weight_update."""
         await api.engine.operation.start_weight_update()
         return json_response({"message": "Weight update started"})
 
@@ -90,7 +92,7 @@ def add_weight_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/update_weight_version", **replies_of(VersionSetReply, *_CODES))
     async def update_weight_version(body: WeightVersionBody) -> Response:
-        """Name the current weights."""
+        """Set the version name of the current weights, which /weight_info returns."""
         await api.engine.operation.update_weight_version(body.new_version)
         return json_response({"success": True, "new_version": body.new_version})
 

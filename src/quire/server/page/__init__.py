@@ -41,7 +41,8 @@ class Asset:
 
 
 def read_assets(folder: Path) -> dict[str, Asset]:
-    """Return the files that may be served, by name. Other files of the folder are ignored."""
+    """Return the folder's files of the types in `TYPES`, by file name. Files of other types are never
+    served."""
     assets = {}
     for path in sorted(folder.iterdir()):
         if path.suffix in TYPES:
@@ -56,8 +57,8 @@ OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
 
 
 class SnapshotFeed:
-    """Snapshots of the engine as server-sent events: one per `TICK_S` seconds, which all listeners share, and
-    none without listeners."""
+    """Stream of server-sent events for the web page: a snapshot of the engine's state every `TICK_S` seconds.
+    All listeners share one snapshot, and without listeners none is taken."""
 
     def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine

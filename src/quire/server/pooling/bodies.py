@@ -119,7 +119,7 @@ class RerankBody(PoolingBody, MediaBody):
 
 
 class PooledReply(BaseModel):
-    """Fields that all lists of results share."""
+    """Fields that the replies with a list `data` of results, one for each input, share."""
 
     id: str
     object: Literal["list"]

@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
-    """Return the values, each with the name that errors use for it."""
+    """Return (name, value) pairs. Errors mention a value by its name: `field`, or `field[index]` if there are
+    several values."""
     return [(f"{field}[{index}]" if len(values) > 1 else field, value) for index, value in enumerate(values)]
 
 
@@ -63,8 +64,8 @@ async def pool(
     task: Any = None,
     dimensions: int | None = None,
 ) -> tuple[ApiCall, list[Pooled]]:
-    """Return the call and the model's outputs in the order of the prompts. All requests of the call are
-    cancelled if the client disconnects."""
+    """Run a pooling `task` on the prompts. Return the API call and the output of each prompt, in their order.
+    `dimensions`: the length of the embeddings. All requests are cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
     call = api.new_call(id_prefix, body, request, model, prompts, [params] * len(prompts))
     return call, await api.running_requests.until_disconnect(request.receive, _run_all(api, call))

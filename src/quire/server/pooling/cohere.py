@@ -162,7 +162,8 @@ def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
 def _read_input(
     instruction: str, name: str, input: str | MixedInput, *, has_template: bool
 ) -> str | ScoreInputs:
-    """Return the input with the instruction prepended, as a text or as content parts."""
+    """Return the input with the instruction prepended: a text, or content parts if it has images or
+    `has_template` is true. `name`: the input's name in errors."""
     if isinstance(input, str):
         return instruction + input
     for part in input.content:

@@ -95,7 +95,7 @@ async def create_classes(
 
 
 async def create_score(api: GenerationService, body: ScoreBody, request: Request) -> Response:
-    """Score the similarity of texts, one to one or one to many."""
+    """Score the similarity of pairs of texts: one to one, one to many, or two lists of equal length."""
     sides = {"text_1": _as_list(body.text_1), "text_2": _as_list(body.text_2)}
     call, outputs = await _score(api, "score", body, request, sides)
     data = [
@@ -139,8 +139,9 @@ async def _score(
     request: Request,
     texts: dict[str, list[Text]],
 ) -> tuple[ApiCall, list[Pooled]]:
-    """Return a score for each pair. A cross-encoder reads both inputs at once; for an embedding model the
-    score is the cosine similarity, or MaxSim."""
+    """Return the API call and an output with the score for each pair of texts. `texts` has both sides of the
+    pairs by field name: one to one or one to many. The score is that of a cross-encoder, which reads both
+    texts at once, or the cosine similarity of two embeddings (MaxSim for token embeddings)."""
     model = await api.names.find(body.model, request, pools=True)
     check_fields(body)
     (_, firsts), (second, seconds) = texts.items()

@@ -32,7 +32,7 @@ Texts = Annotated[
     AfterValidator(_check_texts),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
 ]
-"""A mapping to strings. Only the first wrong value is reported."""
+"""Type of a field that maps names to strings. Only the first wrong value is reported."""
 
 
 class TextConfig(Body):
@@ -105,7 +105,7 @@ Status = Literal["completed", "incomplete", "in_progress"]
 
 
 class OutputText(BaseModel):
-    """Text of a message."""
+    """A content part of a message: its text."""
 
     type: Literal["output_text"]
     text: str
@@ -114,7 +114,7 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """A message of the model."""
+    """An output item: a message of the model."""
 
     id: str = Field(examples=["msg_1f3b"])
     type: Literal["message"]
@@ -124,14 +124,14 @@ class OutputMessage(BaseModel):
 
 
 class ReasoningText(BaseModel):
-    """Text of reasoning."""
+    """A content part of a reasoning item: its text."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class OutputReasoning(BaseModel):
-    """Reasoning of the model."""
+    """An output item: reasoning of the model."""
 
     id: str = Field(examples=["rs_1f3b"])
     type: Literal["reasoning"]
@@ -142,7 +142,7 @@ class OutputReasoning(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """A function that the model calls."""
+    """An output item: a function call of the model."""
 
     id: str = Field(examples=["fc_1f3b"])
     type: Literal["function_call"]
@@ -160,14 +160,14 @@ class ResponseError(BaseModel):
 
 
 class InputDetails(BaseModel):
-    """Details of the input tokens."""
+    """Numbers of input tokens that were found in the prefix cache and that were added to it."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(BaseModel):
-    """Details of the output tokens."""
+    """Number of output tokens that are reasoning."""
 
     reasoning_tokens: int
 

@@ -23,7 +23,8 @@ _EVENTS = {"cancelled": "incomplete"}
 
 
 class ResponseEncoder(AnswerEncoder):
-    """Builds a response from the engine's outputs. Its events are numbered without gaps."""
+    """Encoder of a /v1/responses reply, as stream events or whole. Sequence numbers of the events have no
+    gaps."""
 
     def __init__(
         self,

@@ -10,11 +10,11 @@ from quire.server.http.errors import NotFound
 
 Item = dict[str, Any]
 FindItem = Callable[[str], Item | None]
-"""Returns the item of a stored response by its id, or None."""
+"""Function (item id) -> item of a stored response, or None."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_FIELDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of text parts, and the field that holds the text."""
+"""Field that holds the text of a content part, by type of the part."""
 _MEDIA = ("input_image", "input_audio", "image_url", "audio_url", "video_url")
 MAX_REFERENCES = 4
 """Maximum number of references to one stored item in one input."""
@@ -53,7 +53,7 @@ class _ItemFinder:
 
 
 class _InputItem:
-    """An item as it was received, with its path in the body for errors."""
+    """An item of a request's `input` before validation, with its path in the body for errors."""
 
     def __init__(self, item: Item, path: str) -> None:
         self.item, self.path = item, path
@@ -68,7 +68,8 @@ class _InputItem:
         return value
 
     def list(self, name: str) -> list["_InputItem"]:
-        """Return the objects of a list field; null is an empty list."""
+        """Return the objects in the list field `name`; none if the field is missing or null. Raise
+        RequestError for any other value."""
         value = self.item.get(name)
         if value is None:
             return []
@@ -168,7 +169,8 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 class ItemMessages:
-    """The chat messages built so far. Items that belong to one assistant turn are merged into one message."""
+    """Builder of chat messages from Responses API items. Items that belong to one assistant turn are merged
+    into one message."""
 
     def __init__(self, instructions: str | None) -> None:
         self._messages: list[dict[str, Any]] = []

@@ -13,12 +13,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Names in the items of one type and in their stream events."""
+    """Names that the API uses for one type of output items: their ids, stream events and content parts."""
 
     prefix: str
-    """Prefix of the item ids."""
+    """Prefix of the ids of the items."""
     event: str
-    """First part of the names of the text events."""
+    """First part of the names of the events with the item's text, before `.delta` or `.done`."""
     part: str | None
     """Type of the content part that holds the text, or None if the item itself holds it."""
 
@@ -47,7 +47,8 @@ class _OpenItem:
 
     @property
     def position(self) -> Item:
-        """Return the position fields of the item's text events."""
+        """Return the fields of a text event that identify the item and its content part: item id and
+        indices."""
         position: Item = {"item_id": self.id, "output_index": self.index}
         return position | {"content_index": 0} if _KINDS[self.type].part else position
 
@@ -81,7 +82,8 @@ class ResponseItems:
         return None if self._open is None else self._open.type
 
     def add(self, piece: Piece, logprobs: Sequence[Item] = ()) -> Iterator[Event]:
-        """Add a piece and yield the events. `logprobs` belong to the tokens at the end of a text piece."""
+        """Add a parsed piece of the output to the items and yield the stream events. `logprobs` are those of
+        the tokens at the end of a text piece."""
         match piece:
             case TextPiece(text):
                 yield from self.begin("message")
@@ -98,7 +100,8 @@ class ResponseItems:
                 yield from self._add_text(text)
 
     def begin(self, type: str, **fixed_fields: str) -> Iterator[Event]:
-        """Open an item of this type unless one is open already, and yield the events."""
+        """Begin an output item of this type, unless the open item has that type already, and yield the stream
+        events. `fixed_fields`: item fields that do not change while the item grows."""
         if self._open is not None and self._open.type == type:
             return
         yield from self.end("completed")
@@ -128,7 +131,7 @@ class ResponseItems:
             yield self.delta_head() | {"delta": text}
 
     def end(self, status: str) -> Iterator[Event]:
-        """Close the open item, if there is one, and yield the events."""
+        """Close the open item, if there is one, with this status, and yield the stream events."""
         item, self._open = self._open, None
         if item is None:
             return

@@ -129,8 +129,8 @@ class StoreFull(TooMany):
 
 
 class StoredTurn:
-    """Items that were received or generated together. Later responses of the conversation refer to the same
-    object."""
+    """Items of one turn of a conversation: one request's input or one response's output. Later responses of
+    the conversation refer to the same object."""
 
     def __init__(self, items: list[Item], owner: int = 0) -> None:
         """Create a turn that only the tenant `owner` may read."""

@@ -41,7 +41,8 @@ class TokensBody(EngineBody):
 
 
 class DerenderPart(BaseModel):
-    """Part of an earlier reply that is sent back to the server."""
+    """Base of the parts of an earlier /inference/v1/generate reply, which a client sends back to have its
+    tokens converted to text."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -67,7 +68,7 @@ class DerenderLogprobs(DerenderPart):
 
 
 class DerenderChoice(DerenderPart):
-    """One answer, in tokens."""
+    """A choice of the earlier reply: its token ids and logprobs."""
 
     index: int = Field(ge=0, le=INT64_MAX)
     logprobs: DerenderLogprobs | None = None
@@ -76,7 +77,7 @@ class DerenderChoice(DerenderPart):
 
 
 class DerenderTokens(DerenderPart):
-    """The reply of /inference/v1/generate."""
+    """Reply of /inference/v1/generate that is sent back to have its tokens converted to text."""
 
     choices: Many[DerenderChoice]
 
@@ -117,7 +118,7 @@ class ChatBatchBody(ChatBody):
 
 
 class TokensChoice(BaseModel):
-    """One answer, in tokens."""
+    """A choice of the reply: its token ids and logprobs."""
 
     index: int
     logprobs: ChatLogprobs | None

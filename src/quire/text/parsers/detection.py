@@ -31,7 +31,8 @@ _TOOL = {
 }
 _USER = {"role": "user", "content": "How is the weather in Paris?"}
 _CONTENT = "Qj7"
-"""Content of a message, to find where templates write it; no mark begins with this text."""
+"""Content of the messages that are rendered to examine a template: the text around it is what the template
+writes. No mark begins with this text."""
 _IDS = ("abcdef123", f"functions.{_NAME}:0")
 """Ids for the call that is rendered: nine letters and digits for Mistral, and the form of Kimi-K2."""
 
@@ -105,7 +106,8 @@ def _wrapping_marks(name: str) -> tuple[str, ...]:
 
 
 def _fitting_tool_parsers(template: str, reasoning: set[str]) -> list[str]:
-    """Return the names of the tool parsers that find the rendered call; first, with the least other text."""
+    """Return the names of the tool parsers that find the call that the template renders, best first: by the
+    least text left around the call. `reasoning` are the reasoning parsers that fit the template."""
     if not _shows_tools(template):
         return []
     num_left: dict[str, int] = {}

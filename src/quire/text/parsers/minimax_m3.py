@@ -1,4 +1,5 @@
-"""Parser of MiniMax-M3's tool calls: parameters are tags, nested like values, after a mark each."""
+"""Parser of MiniMax-M3's tool calls: each parameter is a tag after a mark, and nested values are nested
+tags."""
 
 import json
 from collections.abc import Mapping

@@ -11,7 +11,8 @@ from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArgum
 
 Result = TypeVar("Result")
 Wait = Generator[None, None, Result]
-"""A generator that is a part of a script: it yields when it needs more text, and returns its result."""
+"""Generator that reads a part of an output: it yields when it needs more text, and returns its result. Parser
+methods run each other with `yield from`."""
 Emit = Callable[[str], None]
 
 _MAX_HEADER = 512
@@ -20,7 +21,7 @@ _MAX_HEADER = 512
 
 class Parser:
     """Splits the text of one output, which arrives in arbitrary chunks, into pieces: text, reasoning and tool
-    calls. Subclasses implement `script`."""
+    calls. Subclasses implement `script`, a generator that reads the text and yields when it needs more."""
 
     keeps_special_tokens = False
     """Whether tool calls or reasoning are marked by special tokens, which the text must then include."""
@@ -36,7 +37,7 @@ class Parser:
     def __init__(self) -> None:
         self._buffer = ""
         self._position = 0
-        """Position in the buffer up to which the script has read."""
+        """Position in the buffer up to which the parser has read."""
         self._hold_start: int | None = None
         """Position of held text in the buffer, which was read but may be emitted as text; None: none is
         held."""

@@ -269,14 +269,15 @@ class CudaDevice:
         return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
-        """Return a step of one dummy token for an engine without requests, since the experts need all
-        engines."""
+        """Return a step of one dummy token for an engine without requests: with expert parallelism, every
+        engine must take part in each step."""
         batch, inputs = self.dummy_batches.make(ONE_TOKEN)
         self._set_ep_tokens(batch, plan)
         return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
     def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
-        """Set the buffer size of expert parallelism: the size of the graph that engines replay."""
+        """Set the number of tokens to which all engines pad their own for expert parallelism: the size of the
+        graph that they replay."""
         if plan.counts:
             batch.ep = EPTokens(plan.total_tokens, self.graphs.size_for(max(plan.counts)))
 

@@ -100,7 +100,8 @@ class DraftGraphs:
         self.compute(memory.to(self.tables.device, non_blocking=True)[:, : len(rows)], most)
 
     def _inputs(self, rows: Ints) -> NDArray[np.int64]:
-        """Return [inputs, rows] in the order of `_INPUTS`; floats are stored as the bits of float64."""
+        """Return the inputs of the draft graph for these rows, [inputs, rows] in the order of `_INPUTS`;
+        floats are stored as the bits of float64."""
         state = self._all_rows.sampling
         floats = (state.sample_temperature, state.top_p, state.min_p)
         return np.stack(

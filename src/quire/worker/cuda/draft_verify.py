@@ -37,7 +37,7 @@ class VerifiedStep(NamedTuple):
     states: tuple[Tensor, ...]
     """Hidden states of the target, [T, hidden] each: of intermediate layers, or the input of its LM head."""
     verified: Tensor
-    """[B] int32, number of new tokens of each sequence, and from bit DRAFTED on its number of drafts"""
+    """[B] int32 for each sequence: its number of new tokens, and from bit DRAFTED on its number of drafts"""
 
 
 AfterStep = Callable[[SpecTokens, VerifiedStep], None]
@@ -154,8 +154,8 @@ class Speculation:
         seeds: Tensor,
         later: Tensor | None = None,
     ) -> Tensor:
-        """Verify the drafts and let the drafter read the target's hidden states; return the kernel's
-        result."""
+        """Verify the drafts, and let the drafter read the target's hidden states. Return the numbers and ids
+        of the new tokens in one tensor, from which `read` takes them."""
         verified = verify(self.spec_tokens, inputs.step, token_ids, seeds, self.rates, later)
         if self.after_step is not None:
             self.after_step(

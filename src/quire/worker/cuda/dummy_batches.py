@@ -76,7 +76,8 @@ class DummyBatches:
         num_seqs: int,
         then: Callable[[Any], None] = lambda done: None,
     ) -> int:
-        """Return the peak bytes that `compute` allocates for a step, and then `then` for its result."""
+        """Return the peak bytes that are allocated when `compute` runs a step of this size, and then `then`
+        gets its result."""
         dummy_step = self.make(self.split(num_tokens, num_seqs), self.model.lora_variants[-1])
         return measure_peak(lambda: then(compute(*dummy_step)))
 
@@ -157,7 +158,7 @@ def compile_sampling_ahead(config: EngineConfig) -> None:
 
 
 def launch_sampling(config: EngineConfig, sample: Callable[..., Tensor]) -> None:
-    """Launch all sampling kernels to compile them, with tensors that have no memory."""
+    """Launch all sampling kernels to compile them, with tensors of the meta device, which have no memory."""
     vocab, most = config.checkpoint.facts.vocab, config.scheduler.max_num_seqs
     shapes = [(getattr(torch, config.model.dtype), size) for size in {1, ladder(most)[-1]}]
     shapes += [(torch.float32, size) for size in {1, min(most, rows_at_once(vocab))}]

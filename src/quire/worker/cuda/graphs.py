@@ -65,8 +65,9 @@ def smallest_shape(shapes: Iterable[tuple[int, int]], rows: int, width: int) -> 
 
 
 class Graphs:
-    """CUDA graphs of decode steps for each batch size of `ladder`, and of some steps with prompts. If LoRA is
-    on, there is a second graph with adapters for each. All graphs share one memory pool."""
+    """CUDA graphs of decode steps for a series of batch sizes (`quire.memory.ladder`), and of some steps with
+    prompts. If LoRA is on, there is a second graph with adapters for each. All graphs share one memory
+    pool."""
 
     def __init__(
         self,
@@ -77,8 +78,9 @@ class Graphs:
         axes: int = 0,
         make_embeds_buffer: MakeEmbedsBuffer | None = None,
     ) -> None:
-        """`query_lens` are the tokens per sequence in steps with drafts, whose inputs the device computes;
-        empty without drafts. `axes` is the number of M-RoPE positions per token in steps without media."""
+        """Set the parameters of all graphs. `query_lens` are the tokens per sequence in steps with drafts,
+        whose inputs the device computes; empty without drafts. `axes` is the number of M-RoPE positions per
+        token in steps without media."""
         self.block_tables = block_tables
         self.receive_buffer = receive_buffer
         self.in_flight = in_flight

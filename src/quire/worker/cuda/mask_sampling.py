@@ -36,7 +36,8 @@ class MaskedSampling:
     def __init__(self, max_rows: int, max_samples: int, vocab: int, device: torch.device) -> None:
         self.device = device
         self.later = torch.full((max_samples,), FREE, dtype=torch.int32, device=device)
-        """LATER for each sampled position if the forward pass does not sample, otherwise FREE."""
+        """[max_samples]: LATER everywhere if the next step is sampled after its masks arrive and not within
+        the forward pass, otherwise FREE (no mask)."""
         self._is_later = False
         self._max_words = max_rows * -(-vocab // 32)
         self._max_samples = max_samples
@@ -50,8 +51,8 @@ class MaskedSampling:
             self.later.fill_(LATER if is_later else FREE)
 
     def later_constraints(self, count: int) -> ConstrainedDevice | None:
-        """Return the constraints for sampling `count` positions in the forward pass, by which sampling is
-        skipped if masks arrive later. None for too many positions."""
+        """Return the constraints for sampling `count` positions within the forward pass: none, or that
+        sampling is skipped because the masks arrive later. None for too many positions."""
         later = self.later[:count]
         return None if count > self._max_samples else ConstrainedDevice(later, later, later)
 
@@ -133,7 +134,7 @@ class HostMemory:
         return id(bits) in self._recent or bits.ctypes.data in self._pinned
 
     def of(self, bits: NDArray[np.uint32]) -> Tensor:
-        """Return all masks as pinned words, one after the other."""
+        """Return the words of all masks in pinned memory, one mask after the other."""
         if (recent := self._recent.get(id(bits))) is not None:
             return recent[1]
         memory, at = _owner(bits), bits.ctypes.data

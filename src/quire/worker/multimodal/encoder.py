@@ -30,7 +30,8 @@ _EMBEDS = "embeds"
 _PLACES_PER_VECTOR = 4
 """Estimated patches or frames of an encoder per output embedding."""
 _COPIES = 4
-"""Estimated copies of the widest layer's output at a time, if memory cannot be measured."""
+"""Estimated number of tensors as large as the widest layer's output that exist at the same time, if memory
+cannot be measured."""
 _GRAPH_COPIES = 4
 """Memory limit of all encoder graphs, as a multiple of the largest graph. They share their temporary memory;
 each has its own inputs and outputs."""
@@ -51,9 +52,9 @@ class MediaEncoder:
         group: Group = ALONE,
         graphs: TowerGraphs | None = None,
     ) -> None:
-        """An embedding has `hidden` elements, and as many for each of the `levels` decoder layers that add
-        further encoder outputs. Embeddings are multiplied by `scale`. Each rank of `group` encodes some of
-        the items."""
+        """Build the encoder around its model, the `tower`. An embedding has `hidden` elements, and as many
+        for each of the `levels` decoder layers that add further encoder outputs. Embeddings are multiplied by
+        `scale`. Each rank of `group` encodes some of the items."""
         self.tower = tower
         self.hidden, self.width = hidden, hidden * (1 + levels)
         self.scale = scale
@@ -195,7 +196,8 @@ class MediaEncoder:
     # ---- memory
 
     def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
-        """Return the needs with the memory to encode a step's items and to cache and copy embeddings."""
+        """Return the memory needs with the memory to encode a step's items and to cache and copy
+        embeddings."""
         largest, most = config.largest_items, max_vectors(config)
         peak = max((self._peak(modality, size, most) for modality, size in largest.items()), default=0)
         row_bytes = self.width * self.dtype.itemsize
@@ -270,7 +272,8 @@ class CrossEncoder(MediaEncoder):
         self._slots.clear()
 
     def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
-        """Return the needs with the memory to encode a step's items; the slots are counted as row states."""
+        """Return the memory needs with the memory to encode a step's items; the slots are counted as row
+        states."""
         (modality, largest), *_ = config.largest_items.items()
         return needs.with_peak(self._peak(modality, largest, max_vectors(config)))
 

@@ -24,9 +24,10 @@ from quire.parallel.world import World
 MAX_MLA_DRAFTS = 7
 """Most draft tokens of a row with MLA: with the last token they fill a query tile of the kernel."""
 _MAX_TAPED = 64
-"""Most tokens of a step that is recorded as a tape on a CPU; in larger steps the calls take a small share."""
+"""Most tokens of a step on a CPU that is recorded as a tape (its kernel calls) and replayed; in larger steps
+the overhead of the calls is small."""
 _WARMUP_TOKENS = 1024
-"""Additional tokens of steps that are run to compile kernels."""
+"""Number of tokens by which steps that compile kernels may exceed max_num_batched_tokens."""
 
 SampleDrafts = Callable[[Tensor, Tensor], Tensor]
 """Function that samples tokens [B] from logits [B, vocab] for positions [B]."""
@@ -92,8 +93,8 @@ class Drafter(Protocol):
 
 
 class _DraftBatches:
-    """Builds the batches of draft tokens. On a CPU small batches reuse the buffers of the last batch of
-    their size, so that tapes can be replayed."""
+    """Builds the batches of draft tokens. On a CPU small batches reuse the buffers of the last batch of their
+    size, so that recorded kernel calls (tapes) can be replayed."""
 
     def __init__(self, backend: AttentionBackend, block_size: int, max_taped: int) -> None:
         self.backend = backend
@@ -111,7 +112,8 @@ class _DraftBatches:
         return batch
 
     def hidden(self, model: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
-        """Return the hidden states of a batch, valid until the next call; small CPU batches replay a tape."""
+        """Return the hidden states of a batch, valid until the next call. Small batches on a CPU replay
+        recorded kernel calls."""
         key = _key(batch)
         if self._batches.get(key) is batch:
             return self._tapes.run(key, lambda: model(batch))
@@ -161,8 +163,8 @@ class _DraftBatches:
 
 def place(ends: SequenceEnds, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the positions [B * width] int64, lengths [B] int32 and, by layer group, cache slots [B * width]
-    of `width` tokens per sequence. They end `ahead` positions after its last token. Beyond the slots of a
-    sequence, valid positions are read and nothing is written."""
+    of the `width` tokens of each sequence that end `ahead` positions after its last token. Beyond the blocks
+    of a sequence, positions are valid for reading, and slots are negative so that nothing is written."""
     device = ends.last.device
     if device.type == "cuda":
         from quire.kernels.triton import spec as drafts
@@ -177,7 +179,8 @@ def place(ends: SequenceEnds, ahead: int, width: int, block_size: int) -> tuple[
 
 
 def _key(batch: Batch) -> tuple[int, ...]:
-    """Return a key; batches with the same key differ only in the values of their tensors."""
+    """Return a key of a batch's numbers of tokens and sequences and of its block tables; batches with the
+    same key differ only in the values of their tensors."""
     return len(batch.token_ids), len(batch.seq_lens), batch.block_tables.data_ptr()
 
 
@@ -267,7 +270,8 @@ _DRAFT_FIELDS: dict[str, Any] = {
 
 
 def check_ahead(backend: str, num_drafts: int, *, uses_mla: bool) -> None:
-    """Raise ConfigError if the backend needs sequence lengths on the host, or MLA has too many drafts."""
+    """Raise ConfigError if drafts are not possible on a GPU, where only the device knows sequence lengths:
+    with an attention backend that needs them on the host, or with too many drafts for MLA."""
     if backend != "TRITON_ATTN":
         raise ConfigError(
             f"speculative decoding on a GPU needs attention_backend TRITON_ATTN, not {backend}: sequence "

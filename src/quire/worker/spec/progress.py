@@ -32,9 +32,9 @@ class DraftProgress:
     computed completely, so that it can reuse prefix cache hits."""
 
     def __init__(self, all_rows: Rows, groups: Sequence[int], *, lags: bool, ahead: int) -> None:
-        """`groups` are the draft model's layer groups. With `lags`, it computes missed tokens only before it
-        proposes; otherwise it computes every step, since its blocks may be freed later. `ahead` is the most
-        tokens of a row that are on the device, but not yet known to the host."""
+        """Build the progress of the layer `groups` of a draft model. With `lags`, the model computes missed
+        tokens only before it proposes; otherwise it computes every step, since its blocks may be freed later.
+        `ahead` is the most tokens of a row that are on the device, but not yet known to the host."""
         self.lags = lags
         self._ahead = ahead
         self._all_rows = all_rows
@@ -42,9 +42,10 @@ class DraftProgress:
         self._num: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
         self._least: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
         self._most: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
-        """Least and most tokens of each row, according to the plans."""
+        """Upper bound of the number of tokens of each row, according to the plans; `_least` is the lower
+        bound."""
         self._is_close = np.zeros(len(all_rows.num_tokens), np.bool_)
-        """Whether the draft has computed all tokens of the row but the last two."""
+        """Whether the draft model has computed all tokens of the row but the last two."""
         self._blocks = np.zeros(1, np.bool_)
 
     def forget(self) -> None:
@@ -89,8 +90,9 @@ class DraftProgress:
 
     def missed(self, plan: StepPlan, limit: int) -> tuple[list[Span], NDArray[np.bool_]]:
         """Return the spans of tokens to compute before the draft model proposes: all but the last two of rows
-        with drafts. Without `lags` this includes all rows, and the current chunks of prompts. Also return for
-        each row of the plan whether it is late: its missed tokens exceed the `limit` of a step."""
+        with drafts. Without `lags` this includes all rows, and the current chunks of prompts. All spans have
+        at most `limit` tokens together. Also return for each row of the plan whether it is late: this limit
+        leaves some of its missed tokens out."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         decodes = is_decode(plan)
         least, most = self._lengths(rows)
@@ -113,7 +115,7 @@ class DraftProgress:
         return spans, late
 
     def skip(self, plan: StepPlan) -> None:
-        """Record a step that the draft does not compute."""
+        """Record a step that the draft model does not compute."""
         self._is_close[plan.rows] = False
         self._advance(plan)
 
@@ -198,5 +200,5 @@ def batch_of_spans(
 
 
 def aligned(length: int) -> int:
-    """Round a length up: kernels are compiled for aligned pointers."""
+    """Round a length up to a multiple of the alignment, since kernels are compiled for aligned pointers."""
     return -(-length // _ALIGN) * _ALIGN
