@@ -42,9 +42,8 @@ def test_setting_wins_over_the_environment(machine: Machine) -> None:
     ],
 )
 def test_models_without_the_mode_are_refused_on_a_gpu(
-    settings: dict[str, Any], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr("quire.config.batch_invariance.cache_specs", lambda facts: [])
     facts, pools = replace(FACTS, **changes), settings.get("runner") == "pooling"
     values = settings | {"batch_invariant": True}
     with pytest.raises(ConfigError, match=words):
