@@ -30,8 +30,9 @@ def random_media(
     buckets: Mapping[Bucket, float],
     seed: int = 0,
 ) -> list[list[dict[str, Any]]]:
-    """Return the media parts of `count` requests. Sizes (`buckets`) are drawn by weight, with at most
-    `limits` parts of a modality. The number of parts varies by `range_ratio` around `num_items`."""
+    """Return the media parts of `count` chat requests. A request has `num_items` parts, varied evenly by the
+    share `range_ratio`, and at most `limits[modality]` of a modality. The size of each is drawn from
+    `buckets` by weight: (height, width, frames)."""
     draw = np.random.default_rng(seed)
     least, most = _range(num_items, range_ratio, sum(limits.values()))
     counts = [int(draw.integers(least, most + 1)) for _ in range(count)]

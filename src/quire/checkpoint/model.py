@@ -161,8 +161,9 @@ def _split_multimodal(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | No
 
 
 def _pooling_keys(whole: ConfigReader, decoder: ConfigReader, named: str) -> tuple[ConfigReader, str]:
-    """Return the config keys for pooling and the architecture name. A multimodal classifier has its labels at
-    the top level of config.json; they override those of the decoder."""
+    """Return a reader of the settings from which pooling is set up, and the architecture name. A multimodal
+    classifier has its labels at the top level of config.json (`whole`); they override those of its text
+    config (`decoder`)."""
     named = next((name for name in _architectures(whole) if name.endswith(RETRIEVAL)), named)
     architecture = next((name for name in _architectures(whole) if _media_family(name) != name), named)
     class_keys = {key: whole.get(key) for key in _CLASS_KEYS if whole.get(key) is not None}

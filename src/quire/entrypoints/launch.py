@@ -301,7 +301,7 @@ class Supervisor:
         if all(child.was_up for child in self._children):
             log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
         else:
-            log.info("Stopped before the server was ready")
+            log.info("Shutting down before the server was ready, on a signal or after the error above")
         deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
         _terminate(self.apis)
         while time.monotonic() < deadline and any(child.is_alive for child in self.apis):

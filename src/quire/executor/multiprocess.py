@@ -309,7 +309,8 @@ class RankedExecutor:
     # ---- health
 
     def watch(self) -> None:
-        """Handle messages of ranks. Raise EngineDead if a rank is gone or only some ranks failed a step."""
+        """Handle the messages of ranks that have arrived, without waiting. Raise EngineDead if a rank is
+        gone, or if a step failed on some ranks and not on all."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         with self._lock:

@@ -167,7 +167,7 @@ class CoreLink(EngineLink):
             self._socket.connect(address)
         except zmq.ZMQError as error:
             log.error(
-                "Cannot connect to %s at %.80r: %s. Its requests wait until it has another address",
+                "Cannot connect to %s at %.80r: %s. Requests to it wait until it is restarted elsewhere",
                 self.name,
                 address,
                 error,

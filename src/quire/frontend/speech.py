@@ -159,9 +159,10 @@ class WhisperTranscriber(Transcriber):
         end: int | None = None,
         max_first: int | None = None,
     ) -> None:
-        """Limit prompt and answer together to `max_len` tokens, and one input to `max_samples`. With
-        `is_english` the prompt has no language and task tokens. `end` is the eos token, and `max_first` the
-        largest first timestamp."""
+        """Build the prompts of a Whisper model. A prompt and its answer have at most `max_len` tokens, and a
+        piece of audio at most `max_samples` samples. Prompts of an English model (`is_english`) have no
+        tokens for language and task. `end` is the eos token; `max_first` is the index of the latest timestamp
+        that an answer may begin with."""
         self._tokenizer, self._max_len, self.max_samples = tokenizer, max_len, max_samples
         self._is_english = is_english
         vocab = tokenizer.get_vocab()

@@ -134,7 +134,8 @@ def _dequantized(packed: NDArray[np.uint8], stored_type: str) -> NDArray[np.floa
 
 
 def _packed_shape(tensor: GGUFTensor) -> tuple[int, ...]:
-    """Return the shape of a tensor's bytes by row; a vector has a row for each element."""
+    """Return the shape of a tensor as uint8, whose last dimension has the bytes of a row. A tensor with one
+    dimension becomes [elements, bytes of an element]."""
     columns, num_bytes = BLOCKS[tensor.type]
     *rows, size = tensor.shape or (1,)
     return (*rows, size // columns * num_bytes) if rows else (size, num_bytes // columns)

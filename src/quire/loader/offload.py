@@ -194,7 +194,11 @@ class LayerOffload:
             others.pop(0)
         self.layers, num = [self._host[number] for number in sorted(self._host)], len(self._built)
         if not self.layers:
-            log.warning("cpu_offload_gb has no effect: two buffers take the memory of all %d layers", num)
+            log.warning(
+                "cpu_offload_gb has no effect: the two GPU buffers for offloaded layers would need as much "
+                "memory as all %d layers. Leave it out",
+                num,
+            )
             return
         largest = max(len(layer.host) for layer in self.layers)
         self.buffers = [

@@ -104,7 +104,8 @@ class BudgetHold:
         self.num_bytes = 0
 
     async def take(self, num_bytes: int) -> None:
-        """Reserve bytes, and count them towards the request's limit; raise a RequestError above it."""
+        """Count bytes towards the limit of the request, and wait until the budget of the process has that
+        many free. Raise a RequestError if the request would have more than its limit."""
         self.count(num_bytes)
         await self._budget.take(self, num_bytes)
 

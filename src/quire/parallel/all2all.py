@@ -40,7 +40,7 @@ class ExpertPlaces:
         self.set(placement)
 
     def set(self, placement: Placement) -> None:
-        """Set the placement for the next steps."""
+        """Set the placement of experts on ranks for the next steps."""
         self.placement = placement
         replicas = placement.replicas(self.num_experts)
         width = self._places.shape[1]

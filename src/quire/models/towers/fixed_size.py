@@ -13,7 +13,7 @@ class FixedSizeTower(Tower):
     `pixels` of an item is [squares, 3, side, side]."""
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Encode [N, 3, side, side] to [N, vectors, hidden]."""
+        """Encode images [N, 3, side, side] to the vectors of the language model, [N, vectors, hidden]."""
         raise NotImplementedError
 
     def packed(self, modality: str, vectors: Tensor, item: Mapping[str, Tensor]) -> Tensor:

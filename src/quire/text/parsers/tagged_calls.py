@@ -156,7 +156,8 @@ class TaggedCalls(ToolParser):
 
 
 class HyV3(TaggedCalls):
-    """Parser of Hunyuan 3's calls. The published checkpoints write `:opensource` into every tag."""
+    """Parser of Hunyuan 3's tool calls. Published checkpoints write `:opensource` into every tag; tags
+    without it are read, too."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(_hy_v3(""), **options)

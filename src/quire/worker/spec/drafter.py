@@ -307,7 +307,8 @@ def load_draft(
 
 
 def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
-    """Return the peak memory of the draft after the largest step, with its states and logits."""
+    """Return the largest memory that the draft model needs after a step of the target model, in bytes: hidden
+    states of the target that it reads, its own activations, and its logits."""
     limits, dtype, target = config.scheduler, config.model.dtype, config.checkpoint.facts
     num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs
     num_aux = 0 if facts.drafts is None else len(facts.drafts.aux_layers)
