@@ -11,7 +11,8 @@ from quire import LLM
 
 
 def best(llm: LLM, num: int, prompt_len: int, length: int) -> float:
-    """Return the least seconds of three runs."""
+    """Return the seconds of the fastest of three runs of `num` prompts, each of `prompt_len` tokens with
+    `length` generated tokens."""
     prompts = [[(7 * i + 13 * j) % 40_000 + 5 for j in range(prompt_len)] for i in range(num)]
     return min(generate_s(llm, prompts, length) for _ in range(3))
 

@@ -31,7 +31,8 @@ def make(kind: str, rows: int, columns: int) -> Matrix:
 
 
 def least(tapes: tuple[Tape, Tape], logits: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return the least seconds of each tape, by wall clock and by CPU time."""
+    """Return the least seconds of one run of each tape (a recorded computation), by wall clock and by CPU
+    time."""
     wall, cpu = [1e9, 1e9], [1e9, 1e9]
     for _ in range(ROUNDS):
         logits.normal_()

@@ -17,7 +17,7 @@ from quire.kernels.cpu.tape import Tape, record
 
 WEIGHTS = {"qkv": (30, 960, 576), "out": (30, 576, 576), "gate, up": (30, 3072, 576), "down": (30, 576, 1536)}
 HEAD = {"head": (1, 49152, 576)}
-"""Number of weights, rows and columns."""
+"""The output head: (number of weight matrices, rows, columns) by name."""
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32)
 ROUNDS = 40
 

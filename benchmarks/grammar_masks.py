@@ -72,7 +72,7 @@ def draw_tokens(grammars: Grammars, matcher: Matcher, draw: random.Random) -> li
 
 
 def follow(grammars: Grammars, matcher: Matcher, token_ids: list[int]) -> list[float]:
-    """Return the microseconds of each mask."""
+    """Feed the tokens to the grammar, and return the microseconds to compute the mask before each."""
     bits, spent = np.zeros((1, grammars.num_words), np.uint32), []
     for token_id in token_ids:
         started = time.thread_time()

@@ -31,7 +31,7 @@ CPU, VOCAB = torch.device("cpu"), 50
 
 
 class Blank(CudaDevice):
-    """Device that computes nothing for prompts, either."""
+    """CUDA device whose model computes nothing, neither for prompts nor for decodes."""
 
     def _eager(self, plan: StepPlan, *inputs: Any) -> DeviceStep:  # type: ignore[override]
         rows = torch.from_numpy(plan.sampling_rows).long()

@@ -19,7 +19,8 @@ ROUNDS = 6
 
 
 def image(side: int, seed: int) -> dict[str, Any]:
-    """Return an image of blurred noise, unique per seed, with a file as large as a photograph's."""
+    """Return a chat message part with an image of blurred noise, unique per seed, of `side` pixels a side;
+    its file is as large as a photograph's."""
     small = np.random.default_rng(seed).integers(0, 255, (side // 16, side // 16, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(small).resize((side, side)).save(file, "JPEG", quality=90)
@@ -28,7 +29,7 @@ def image(side: int, seed: int) -> dict[str, Any]:
 
 
 def ask(url: str, model: str, messages: list[Any]) -> tuple[float, str]:
-    """Return the seconds to the first text, and the whole text."""
+    """Send a chat request; return the seconds until the first text of the answer, and its whole text."""
     body = {"model": model, "messages": messages, "max_tokens": 16, "stream": True, "temperature": 0}
     data = json.dumps(body | {"ignore_eos": True}).encode()
     started, first, text = time.perf_counter(), 0.0, ""

@@ -44,7 +44,8 @@ TILE_SHAPES = [
 
 
 class Load:
-    """Batch of sequences of equal length over several caches."""
+    """Batch of sequences of equal length, with several copies of its KV cache, so that the L2 cache does
+    not help."""
 
     def __init__(
         self, model: str, num_seqs: int, num_queries: int, length: int, cache_dtype: torch.dtype
@@ -94,7 +95,8 @@ class Load:
 
 
 def measured(load: Load, runs: Mapping[Any, Callable[[Cache], None]]) -> Iterator[tuple[Any, float, float]]:
-    """Yield name, seconds and largest difference from the first run for each run that fits the device."""
+    """Yield (name, seconds, largest absolute difference from the output of the first run) for each run
+    whose kernel fits the device."""
     reference: Tensor | None = None
     for name, run in runs.items():
         try:
@@ -110,7 +112,8 @@ def measured(load: Load, runs: Mapping[Any, Callable[[Cache], None]]) -> Iterato
 def decode_rows(
     shapes: list[AttentionShape], short: bool, cache_dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
-    """Yield results for equal lengths, lengths of 300 to 1,700, and one long sequence among short ones."""
+    """Yield rows of results for batches of equal lengths, of lengths of 300 to 1,700 tokens, and with one
+    long sequence among short ones."""
     batches = (1, 8, 16, 32, 64, 128, 256)
     works = [(model, n, lens) for model in MODELS for n in batches for lens in ("equal", "spread")]
     works += [("8B", 1, "long"), ("8B", 16, "long"), ("8B", 64, "long")]

@@ -25,7 +25,7 @@ from quire.kernels.triton.matmul import RowsPlan, TilesPlan
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 NUMS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192)
 HELD_BYTES = 960 << 20
-"""Bytes of different weights: several times the size of the L2 cache."""
+"""Total bytes of the different weights of one benchmark: several times the size of the L2 cache."""
 
 
 def weights_of(size_out: int, size_in: int, *, blocked: bool = False) -> list[Scaled]:
@@ -184,7 +184,7 @@ def _one_scale(x: Tensor, weight: Scaled) -> Tensor:
 
 
 def table() -> None:
-    """Print the times of the chosen plans beside bf16."""
+    """Print the times of the tile shapes that Quire chooses, beside those of bf16 GEMMs."""
     for blocked in (False, True):
         print("rows |", " | ".join(SHAPES), "|", "block" if blocked else "channel", "/ bf16 / floor")
         lines: dict[int, list[str]] = {num: [] for num in NUMS}

@@ -32,7 +32,7 @@ SHAPES = {
     "head": (128256, 4096, ""),
 }
 BYTES_US = COPY_BYTES_S / 1e6
-"""Bytes per microsecond."""
+"""Copy bandwidth of an H200 in bytes per microsecond."""
 ENOUGH_BYTES = 4e8
 SWEEP: dict[int, list[WholeRows | TilesPlan]] = {
     1: [WholeRows(132 * per, warps, two) for per in (2, 3, 4) for warps in (4, 8) for two in (False, True)],
@@ -48,7 +48,7 @@ Weight = Planes | int4.GroupedWeight
 
 
 def made(kind: str, rows: int, columns: int) -> Weight:
-    """Return a weight of random bytes with small scales."""
+    """Return a weight of the given quantization with random bytes and small scales."""
     if kind == "awq":
         words = torch.randint(-(2**31), 2**31, (rows, columns // 32, 4), dtype=torch.int32, device="cuda")
         scales = torch.rand(rows, columns // 128, device="cuda") * 0.01

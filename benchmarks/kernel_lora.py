@@ -53,7 +53,7 @@ class Adapters:
 def step(
     model: Model, adapters: Adapters, ids: Tensor, positions: Tensor, slots: Tensor, of: Tensor | None
 ) -> Tensor:
-    """Compute a step; `of` holds the adapter slot of each row."""
+    """Compute a decode step; `of` holds the LoRA adapter slot of each row, or is None without LoRA."""
     x = residual = OPS.embed(ids, model.head)
     tokens = None if of is None else assign(of, adapters.num_slots)
     for i, (qkv, out, gate_up, down) in enumerate(model.weights):

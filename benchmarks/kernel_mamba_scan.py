@@ -19,7 +19,7 @@ BANDWIDTH = 4.8e12
 
 
 class Scan:
-    """Mamba's scan of a layer, over prompts that continue from a state."""
+    """Mamba's selective scan of one layer, over prompts that continue from an SSM state."""
 
     def __init__(self, lens: list[int], channels: int) -> None:
         self.lens, self.num_tokens, self.channels = lens, sum(lens), channels
@@ -40,7 +40,7 @@ class Scan:
         return OPS.select(self.x, self.gate, self.given, self.state, self.seqs)
 
     def by_token(self, num_tokens: int) -> None:
-        """Scan one token of all sequences at a time."""
+        """Scan by launching the decode kernel once per token, with one token of each sequence."""
         rows = slice(0, len(self.lens))
         given = self.given._replace(dt=self.given.dt[rows], b=self.given.b[rows], c=self.given.c[rows])
         for _ in range(num_tokens):

@@ -57,7 +57,7 @@ TILE_SHAPES = [
 
 
 class Load:
-    """Batch of sequences of equal length over several caches of one layer."""
+    """Batch of sequences of equal length, with several copies of the MLA KV cache of one layer."""
 
     def __init__(self, model: str, num_seqs: int, length: int, num_queries: int = 1) -> None:
         heads = MODELS[model]
@@ -94,13 +94,13 @@ class Load:
         self.table, self.norm = random(length, spec.rope_dim), random(spec.rank)
 
     def decode(self, cache: Tensor, shape: AttentionShape | None = None) -> None:
-        """Run only the two attention kernels."""
+        """Run only the two attention kernels of a decode step, not the projections."""
         sizes = launch.MLASizes(self.spec.heads, 512, 128, 64, 128, self.spec.scale)
         latents, rope = launch.latents_of(cache), self.q[..., self.spec.nope_dim :]
         launch.attend_shares(self.seen, self.latent, rope, latents, self.seqs, sizes, 1, shape)
 
     def layer(self, cache: Tensor) -> None:
-        """Run everything between the input and output projections."""
+        """Run everything of an MLA layer between its input and its output projection."""
         kv, batch = self.fused[:, -self.spec.width :], self.batch
         entry = MLAEntry(self.norm, 1e-6, self.table, batch.positions, batch.slots, cache)
         TritonMLA().enter(self.q, kv, entry, self.spec)

@@ -39,8 +39,8 @@ class Layer(NamedTuple):
 
 
 def layers(weights: list[ExpertWeights], num: int) -> list[Layer]:
-    """Return as many layers as a model has if a layer is quick, because a graph itself takes some
-    microseconds."""
+    """Return the layers for batches of `num` tokens: as many as a model has if a layer is quick, since a
+    graph itself takes some microseconds."""
     made = []
     for i in range(48 if num <= 8 else 16 if num <= 512 else LAYERS):
         router, x = random(EXPERTS, HIDDEN), 50 * random(num, HIDDEN)
@@ -50,7 +50,7 @@ def layers(weights: list[ExpertWeights], num: int) -> list[Layer]:
 
 
 def parts(of: list[Layer], plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the name and a function of each part; it runs all layers."""
+    """Yield the name of each part of an MoE layer, and a function that runs this part of all layers."""
     num = len(of[0].x)
     between, apart, out = random(num * TOP, INNER), random(num * TOP, HIDDEN), random(num, HIDDEN)
 
@@ -150,7 +150,8 @@ def fits(num: int, tile: MoETile, parts: int) -> bool:
 
 
 def plans(num: int) -> Iterator[Plan]:
-    """Yield plans with the same tile for up and down, because each part is timed alone."""
+    """Yield the tile plans to try for `num` tokens. Up and down projections have the same tile, as each
+    part is timed alone."""
     if num <= 4:
         yield from ROWS
     for height in HEIGHTS.get(num, ()):

@@ -19,7 +19,7 @@ EXPERTS, TOP, SIZE, LAYERS = 32, 4, 2880, 4
 TOKENS = (1, 2, 4, 8, 32, 64, 256, 2048)
 EXPERT_BYTES = 3 * SIZE * SIZE * 17 // 32
 BYTES_US = COPY_BYTES_S / 1e6
-"""Bytes per microsecond."""
+"""Copy bandwidth of an H200 in bytes per microsecond."""
 ROWS: list[Plan] = [MoERowsPlan(*rows, warps, warps) for rows in ((2, 4), (4, 4), (4, 8)) for warps in (2, 4)]
 SWEEP: dict[int, list[Plan]] = {
     1: [*ROWS, MoETilesPlan(16, MoETile(64, 128, 4, 4), MoETile(64, 128, 4, 4))],
@@ -48,7 +48,8 @@ def weights() -> Mxfp4Weights:
 
 
 def us_of(num: int, plan: Plan, of: list[Mxfp4Weights]) -> tuple[float, float]:
-    """Return the microseconds of a layer, and the floor."""
+    """Return the microseconds of the experts of a layer for `num` tokens, and the least that the bandwidth
+    allows."""
     x, count = random(num, SIZE), 16 if num <= 256 else LAYERS
     ids = [torch.rand(num, EXPERTS, device="cuda").topk(TOP).indices.to(torch.int32) for _ in range(count)]
     shares = torch.rand(num, TOP, device="cuda")

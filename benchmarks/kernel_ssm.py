@@ -25,7 +25,7 @@ OPS = kernels.TritonStateOps()
 class Sizes(NamedTuple):
     state: tuple[int, int, int]
     groups: int
-    """Number of groups, or of key heads."""
+    """Number of SSM groups (Mamba) or of key heads (gated delta net)."""
     delta: bool
 
     @property
@@ -115,7 +115,7 @@ TILES = list(itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)))
 
 
 def sweep(name: str, sizes: Sizes) -> None:
-    """Measure all program shapes, one after the other."""
+    """Measure and print all tile shapes of the kernels for these sizes, one after the other."""
     which, shapes = ("_DELTA", DELTAS) if sizes.delta else ("_SCAN", SCANS)
     warps_of = f"{which}_WARPS"
     tries: list[dict[str, Any]] = [{which: kernels.SSMShape(*shape)} for shape in shapes]

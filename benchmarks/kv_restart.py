@@ -16,7 +16,8 @@ from server_process import Server
 
 
 def run_once(folder: Path, prompt: list[int]) -> tuple[float, dict[str, Any]]:
-    """Start a server, time the first token of a prompt, and stop the server."""
+    """Start a server, time the first token of a prompt, and stop the server. Return the seconds and the
+    usage of the response."""
     server = Server(
         folder / "log", "--kv-offloading-dir", str(folder / "kv"), "--enable-prompt-tokens-details"
     )

@@ -29,7 +29,7 @@ import psutil
 from server_process import CALL_S, Server
 
 TIE = 0.1
-"""Largest difference of two logprobs that rounding may turn around: a batch changes the order of sums."""
+"""Difference of two logprobs up to which rounding may swap their order: a batch changes the order of sums."""
 CACHE = ("--num-gpu-blocks-override", "161", "--max-model-len", "1024", "--max-num-seqs", "8")
 AGENT = (
     *("--dataset-name", "agent", "--agent-num-sessions", "3", "--agent-turns", "3:4", "--request-rate", "1"),
@@ -39,7 +39,7 @@ AGENT = (
 
 
 def processes_of(server: Server) -> dict[str, psutil.Process]:
-    """Return the API process and the engine core."""
+    """Return the API process (`api`) and, if it runs, the engine core (`core`) of a server."""
     found = {"api": psutil.Process(server.process.pid)}
     for child in found["api"].children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -49,7 +49,7 @@ def processes_of(server: Server) -> dict[str, psutil.Process]:
 
 
 class Soak:
-    """The traffic of one server, and what came of it."""
+    """The traffic on one server in a soak test, with the answers, counts and memory use that it led to."""
 
     def __init__(self, server: Server, seconds: float, seed: int) -> None:
         self.server, self.seconds = server, seconds
@@ -57,9 +57,9 @@ class Soak:
         self.draw = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.answers: list[tuple[list[int], list[int]]] = []
-        """Prompt and answer of each probe."""
+        """Token ids of the prompt and of the answer of each probe."""
         self.memory: list[dict[str, tuple[int, int]]] = []
-        """Process id and resident bytes by name, over time."""
+        """Process id and resident bytes of each process by name, one entry per sample."""
         self.lock = threading.Lock()
         self.prompts = [
             [(family * 7919 + at * 104729) % 40_000 + 100 for at in range(length)]

@@ -22,11 +22,11 @@ from quire import LLM, SamplingParams
 from quire.data.kv_tiers import BlockLoad, LoadDone
 
 FILL = 1.06
-"""Tokens that evict all earlier prefixes, relative to those that fit."""
+"""Tokens that evict all earlier prefixes, as a multiple of the tokens that fit in the KV cache."""
 
 
 class Bench:
-    """An engine with or without the tier, and the copies that it made."""
+    """An engine with or without the host memory tier of the KV cache, and the copies that it made."""
 
     def __init__(self, args: argparse.Namespace, *, tier: bool, blocks: int | None = None) -> None:
         self.args = args
@@ -53,14 +53,15 @@ class Bench:
         return ids
 
     def generate_s(self, prompts: list[list[int]], count: int) -> tuple[float, list[int]]:
-        """Return the seconds to answer prompts, and their numbers of cached tokens."""
+        """Return the seconds to answer all prompts with `count` tokens, and each prompt's number of cached
+        tokens."""
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return time.perf_counter() - began, [output.num_cached_tokens or 0 for output in outputs]
 
     def evict(self) -> None:
-        """Fill the cache with other prompts."""
+        """Fill the KV cache with other prompts, so that earlier prefixes are evicted."""
         length, left = max(self.args.prefixes) // 2, int(self.args.blocks * 16 * FILL)
         while left > 0:
             self.generate_s([self.prompt(length)], 1)
@@ -76,7 +77,7 @@ class Bench:
 
 
 def pinned_rate() -> float:
-    """Return the bytes per second of a copy from pinned memory to the device."""
+    """Return the bytes per second of a copy from pinned host memory to the GPU."""
     if not torch.cuda.is_available():
         return float("nan")
     host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
@@ -110,7 +111,8 @@ def measure_first_tokens(bench: Bench, prefixes: list[list[int]]) -> None:
 
 
 def print_copies(bench: Bench, block_bytes: int) -> None:
-    """Print the rate of the largest copies."""
+    """Print the bytes per second of the largest copies from host memory to the GPU; a KV block has
+    `block_bytes`."""
     done = [(len(load.keys) * block_bytes, coming.result().seconds) for load, coming in bench.loads]
     largest = [(size, seconds) for size, seconds in done if size == max(size for size, _ in done)]
     rate = max((size / seconds for size, seconds in largest), default=float("nan"))

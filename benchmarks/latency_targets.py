@@ -27,7 +27,8 @@ NUMBERS = itertools.count()
 
 
 class Engine:
-    """An engine with latency targets that can be switched off, and with a step size that can be changed."""
+    """An engine with latency targets that can be switched off, and a variable limit on the tokens of a
+    step."""
 
     def __init__(self, config_dir: str, most_tokens: int, max_len: int) -> None:
         self.llm = LLM(

@@ -26,7 +26,8 @@ REPEATS = 3
 
 
 def seconds(llm: LLM, prompts: list[list[int]], length: int, adapters: list[LoRARequest]) -> float:
-    """Return the seconds until all outputs are complete; requests use the adapters in turn."""
+    """Return the seconds until all outputs of `length` tokens are complete; requests are assigned to the
+    adapters in turn."""
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
     own = [adapters[i % len(adapters)] if adapters else None for i in range(len(prompts))]
     with no_collections():

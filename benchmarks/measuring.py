@@ -25,7 +25,7 @@ def random(*shape: int) -> Tensor:
 
 
 def event_s(run: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median seconds of a run, after the first one."""
+    """Return the median seconds of a run on the GPU, by CUDA events; the first run does not count."""
     run()
     torch.cuda.synchronize()
     times = []
@@ -40,7 +40,7 @@ def event_s(run: Callable[[], object], repeats: int = 5) -> float:
 
 
 def graph_us(run: Callable[[], object], repeats: int = 9) -> float:
-    """Return the median microseconds of a run as a CUDA graph."""
+    """Return the median microseconds of one run, captured and replayed as a CUDA graph."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -54,7 +54,7 @@ def graph_us(run: Callable[[], object], repeats: int = 9) -> float:
 
 
 def cold_seconds(run: Callable[[T], object], caches: Sequence[T]) -> float:
-    """Return the seconds of one launch, in a CUDA graph of one launch per cache."""
+    """Return the seconds of one launch of `run`, from a CUDA graph with one launch for each of `caches`."""
     return graph_us(lambda: [run(cache) for cache in caches], repeats=5) / 1e6 / len(caches)
 
 

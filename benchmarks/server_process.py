@@ -42,7 +42,8 @@ class Server:
         )
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer: parsed JSON, or the text of one that is not JSON."""
+        """Send a request (POST with a `body`, else GET) and return the response: parsed JSON, or the text
+        if it is not JSON."""
         with urllib.request.urlopen(self.request(path, body), timeout=CALL_S) as answer:
             text, kind = answer.read(), answer.headers.get_content_type()
         return json.loads(text) if kind == "application/json" and text else text.decode()

@@ -26,7 +26,7 @@ LENGTH, PROMPT, WARM = 320, 256, 40
 
 
 class Clock:
-    """Records tokens and times of decode steps."""
+    """Recorder of the times and of the numbers of tokens of decode steps."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -43,7 +43,8 @@ class Clock:
         scheduler.update = noted  # type: ignore[method-assign]
 
     def run(self, batch: int) -> tuple[float, float, float]:
-        """Return the milliseconds of a step, and tokens and drafts per row, while all rows decode."""
+        """Decode `batch` sequences; return the milliseconds of a step, and the tokens and drafts per row
+        and step, while all rows decode."""
         self.steps.clear()
         params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
         prompts = prompts_of(random.Random(batch), batch, PROMPT)
@@ -69,7 +70,7 @@ def times(path: str) -> dict[int, float]:
 
 
 class Always:
-    """Pace that always allows all available drafts."""
+    """Draft length control that always allows all available draft tokens."""
 
     def admit(self, row: int) -> None: ...
 

@@ -20,7 +20,7 @@ ROUNDS = 3
 
 
 def workloads(vocab: int, encode: Any) -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Return prompts and their sampling parameters by workload."""
+    """Return the prompt token ids and the sampling parameters of each workload, by its name."""
     code = HERE.with_name("structured_outputs.py").read_text()[1000:3200]
     prose = (HERE.parents[1] / "tests/engine/prose.txt").read_text()[:1500]
     numbers = random.Random(1)

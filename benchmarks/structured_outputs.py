@@ -66,7 +66,7 @@ SKIPPED = 4
 
 
 class Clock:
-    """Time of a method per step, over all its calls in the step."""
+    """Stopwatch of one method of an object: its seconds per step, over all its calls in the step."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class Clock:
         self._seconds = 0.0
 
     def take_ms(self) -> float:
-        """Return the median since the last call, and reset."""
+        """Return the median milliseconds of the steps since the last call, and forget these steps."""
         taken, self.steps[:] = self.steps[SKIPPED:], []
         return median(taken) if taken else 0.0
 

@@ -105,7 +105,8 @@ def handle_of(buffer: Tensor) -> str:
 
 
 class Stream(NamedTuple):
-    """A finished stream."""
+    """A finished streamed response: its times in seconds, weight version, number of its prompt, and
+    tokens."""
 
     began: float
     ended: float
@@ -117,7 +118,7 @@ class Stream(NamedTuple):
 
 
 class Run:
-    """The traffic of one server and its updates."""
+    """The streaming traffic on one server, and its weight updates."""
 
     def __init__(self, server: Server, pipe: Connection) -> None:
         self.server, self.pipe = server, pipe

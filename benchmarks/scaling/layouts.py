@@ -41,7 +41,8 @@ class GpuLayout:
 
 
 class StepCost:
-    """Duration of a core's step: the measured time of its shard, and the collectives between GPUs."""
+    """Duration of a step of one engine core: the measured time of its shard, and the time of collectives
+    between GPUs."""
 
     def __init__(self, model: str, layout: GpuLayout, links: Links, all_to_all: bool = False) -> None:
         self.layout, self.links, self.all_to_all = layout, links, all_to_all
@@ -52,8 +53,8 @@ class StepCost:
         self.stages = stage_layers(shape.layers, layout.pp)
 
     def stage_s(self, step: StepShape, all_tokens: float = 0.0) -> list[float]:
-        """Return the seconds of each stage, including its send to the next. `all_tokens` are those of all
-        cores in lockstep."""
+        """Return the seconds of a step in each pipeline stage, including its send to the next stage.
+        `all_tokens` is the number of tokens of all cores in lockstep."""
         factor = self.correction.at(step.num_tokens)
         shared = self.layout.ep and self.layout.dp > 1
         meeting = max(all_tokens, step.num_tokens) if shared else step.num_tokens
@@ -78,8 +79,8 @@ class StepCost:
         return factor * computed_s + self.layer.attention_s(step) + sums_s
 
     def _dispatch_s(self, step: StepShape, meeting: float) -> float:
-        """Return the seconds to send tokens to the experts, or back: to all ranks, or only to those with
-        their experts."""
+        """Return the seconds to send the tokens of a step to the experts, or to send results back: to all
+        ranks or, with all-to-all, only to those with the chosen experts."""
         layout, row_bytes = self.layout, 2 * self.shape.hidden
         size = layout.tp * layout.dp
         if self.all_to_all:
@@ -115,7 +116,8 @@ class StepCost:
         return numbers * shape.weight_bytes + times * 2 * shape.head_weights / tp
 
     def kv_tokens(self) -> int:
-        """Return the tokens of KV cache that fit beside the weights; negative if the weights do not fit."""
+        """Return the number of KV cache tokens that fit beside the weights; negative if the weights do not
+        fit."""
         room = USED_SHARE * GPU_BYTES - OTHER_BYTES - self.weights_bytes()
         return int(room // (max(map(len, self.stages)) * self.shape.kv_bytes(self.layout.tp)))
 

@@ -51,7 +51,7 @@ TITLES = {
 
 
 FREE = Links(1e30, 1e30, one_shot_s=0, two_shot_s=0, ring_s=0, node_ring_s=0, send_s=0, node_send_s=0)
-"""Links without cost."""
+"""Links that take no time, to time steps without communication."""
 STEP_TITLE = (
     f" gpus layout       decode with {CONTEXT} tokens of context, ms (links alone), with "
     f"{', '.join(map(str, BATCHES))} rows in each copy; prefill of all, tok/s"
@@ -118,7 +118,7 @@ def sensible(model: str, gpus: Sequence[int]) -> list[GpuLayout]:
 
 
 def measure(args: argparse.Namespace, layout: GpuLayout, links: Links) -> dict[str, Any]:
-    """Return a row of the table, or only the reason why a layout is impossible."""
+    """Return the results of one layout as a row of the table, or only the reason why it is impossible."""
     cost = StepCost(args.model, layout, links, args.all_to_all)
     per_gpu = 1 / layout.num_gpus if args.total else 1.0
     num_cores = simulated_cores(layout)
@@ -185,7 +185,8 @@ def simulated_cores(layout: GpuLayout) -> int:
 
 
 def _to_simulate(layout: GpuLayout) -> GpuLayout:
-    """Return the layout to simulate: independent cores are equally fast whatever their number."""
+    """Return a layout with fewer data-parallel cores to simulate, since independent cores have the same
+    speed whatever their number."""
     return layout if layout.ep else dataclasses.replace(layout, dp=simulated_cores(layout))
 
 

@@ -18,7 +18,7 @@ class ModelShape:
     intermediate: int
     vocab: int
     tied: bool = False
-    """Whether embedding and head are shared."""
+    """Whether the embedding and the output head share their weights."""
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -27,9 +27,10 @@ class ModelShape:
     dense_layers: int = 0
     """Number of leading dense layers of an MoE model."""
     latent: int = 0
-    """Latent values per token and layer in the KV cache, shared by all heads (MLA); 0: keys and values."""
+    """MLA: number of latent values per token and layer in the KV cache, shared by all heads; 0: a cache of
+    keys and values."""
     attention: int = 0
-    """Attention weights of a layer, if they do not follow from the heads."""
+    """Number of attention weights of a layer, if it does not follow from the heads; else 0."""
     weight_bytes: int = 2
 
     @property
@@ -45,7 +46,7 @@ class ModelShape:
         return self.vocab * self.hidden
 
     def mlp_weights(self, layer: int) -> int:
-        """Return the MLP weights that every token uses."""
+        """Return the number of MLP weights of a layer that every token uses."""
         if self.is_mixture(layer):
             return self.hidden * self.experts + 3 * self.hidden * self.shared_intermediate
         return 3 * self.hidden * self.intermediate
@@ -97,7 +98,7 @@ class Measured(NamedTuple):
     """The shard of the model on the GPU: heads, KV heads, intermediate size and vocabulary divided by it,
     without communication."""
     decode_ms: tuple[float, ...]
-    """At `BATCHES`, with `CONTEXT` tokens per sequence."""
+    """Milliseconds of a decode step at each batch size of `BATCHES`, with `CONTEXT` tokens per sequence."""
     prefill_tok_s: float
 
 

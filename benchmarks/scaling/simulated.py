@@ -25,7 +25,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The traffic to the simulated cores."""
+    """The requests to the simulated cores: their number, rate and lengths."""
 
     num_requests: int
     input_len: int
@@ -33,7 +33,7 @@ class Traffic:
     concurrency: int = 0
     """Number of concurrent requests, a new one for each that ends; 0: use the rate instead."""
     rate: float = 0.0
-    """Requests per second, Poisson."""
+    """Mean requests per second of a Poisson process."""
     spread: float = 0.5
     """Lengths are uniform within this fraction below and above the mean."""
     seed: int = 0
@@ -86,7 +86,7 @@ class SimulatedCore:
         )
         self._depth = max(num_stages, 2)
         self._free_at = [0.0] * num_stages
-        """Time at which each stage has finished its work."""
+        """Time in seconds at which each pipeline stage has finished its work."""
         self._flights: deque[tuple[StepPlan, float]] = deque()
 
     @property
@@ -95,7 +95,7 @@ class SimulatedCore:
 
     @property
     def next_at(self) -> float:
-        """Return the time at which the oldest step is done."""
+        """Return the time at which the oldest launched step is done; infinity if there is none."""
         return self._flights[0][1] if self._flights else float("inf")
 
     def told(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Watch:
                 self.gaps_s.append(now - before)
 
     def tokens_s(self) -> float:
-        """Return the tokens per second between the ramp-up and the last arrival, at constant load."""
+        """Return the output tokens per second between the ramp-up and the last arrival, at constant load."""
         within = sum(count for at, count in self.landed if self.steady_at < at <= self.ends_at)
         return within / max(self.ends_at - self.steady_at, 1e-9)
 

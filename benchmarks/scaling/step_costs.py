@@ -14,29 +14,30 @@ from quire.plan.rates import BATCHES, CONTEXT
 
 Floats = NDArray[np.float64]
 KV_BYTES_S = 3.94e12
-"""Bandwidth of decode attention: 92 % of a copy's 4.28 TB/s, measured separately at 256 sequences."""
+"""Bytes per second at which decode attention reads the KV cache: 92 % of a copy's 4.28 TB/s, measured
+separately at 256 sequences."""
 ATTENTION_FLOPS = 400e12
-"""Attention compute of prompts of thousands of tokens."""
+"""FLOP/s of attention over prompts of thousands of tokens."""
 _WHOLE = 3.0
-"""Weight of unsharded models in the fit."""
+"""Weight, in the least squares fit, of measurements of models on one GPU (tp 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links between GPUs. Assumed, not measured."""
+    """Bandwidths and latencies of the links between GPUs. Assumed, not measured."""
 
     nvlink_bytes_s: float = 450e9
     nic_bytes_s: float = 50e9
-    """One 400 Gb/s NIC per GPU."""
+    """Bytes per second between nodes: one 400 Gb/s NIC per GPU."""
     efficiency: float = 0.75
-    """Reached fraction of both bandwidths, for large messages."""
+    """Share of the bandwidth of NVLink and NIC that large messages reach."""
     one_shot_s: float = 8e-6
-    """A small all-reduce; 4.5 us were measured, for a GPU with itself in a CUDA graph."""
+    """Seconds of a small one-shot all-reduce; 4.5 us were measured, for a GPU with itself in a CUDA graph."""
     two_shot_s: float = 13e-6
     ring_s: float = 25e-6
-    """An all-reduce by NCCL within a node."""
+    """Least seconds of a ring all-reduce by NCCL within a node."""
     node_ring_s: float = 60e-6
-    """An all-reduce over several nodes."""
+    """Least seconds of a ring all-reduce over several nodes."""
     send_s: float = 12e-6
     node_send_s: float = 20e-6
     gpus_per_node: int = 8
@@ -82,7 +83,7 @@ class Links:
 
 
 class StepShape(NamedTuple):
-    """Properties of a plan that determine its duration."""
+    """Numbers of tokens in a step plan that determine its duration."""
 
     num_tokens: int
     num_sampled: int
@@ -98,7 +99,7 @@ class GpuRates:
 
     weight_bytes_s: Floats
     layer_s: Floats
-    """Seconds of a layer beside its weights and its KV cache."""
+    """Seconds of a layer besides reading its weights and its KV cache, at each row count of `BATCHES`."""
     expert_bytes_s: float
     mixture_s: float
     """Seconds that routing adds to a layer."""
@@ -126,7 +127,7 @@ class LayerCost:
         self.shape, self.tp, self.rates, self.ep = shape, tp, rates, ep
 
     def products_s(self, layer: int, step: StepShape) -> float:
-        """Return the seconds of everything except attention over the cache, and experts."""
+        """Return the seconds of a layer without attention over the KV cache and without routed experts."""
         shape, rows, rates = self.shape, step.num_tokens, self.rates
         weights = (shape.attention_weights + shape.mlp_weights(layer)) / self.tp
         read_s = rates.read_s(weights * shape.weight_bytes, rows)
@@ -134,7 +135,8 @@ class LayerCost:
         return max(read_s, 2 * rows * weights / rates.flops) + rates.fixed_s(rows) + elements_s
 
     def experts_s(self, layer: int, num_tokens: float) -> float:
-        """Return the seconds of the experts for `num_tokens` of all cores that share them."""
+        """Return the seconds of a layer's routed experts for `num_tokens`, the tokens of all cores that
+        share them."""
         shape, rates = self.shape, self.rates
         if not shape.is_mixture(layer):
             return 0.0
@@ -211,7 +213,7 @@ def _bytes_of(shape: ModelShape) -> float:
 
 
 class Correction(NamedTuple):
-    """Ratio of measured to computed time, without attention, by rows of a step."""
+    """Ratio of the measured to the computed time of a step, without attention, by number of rows."""
 
     rows: tuple[int, ...] = (1,)
     ratios: tuple[float, ...] = (1.0,)

@@ -237,8 +237,8 @@ def open_tokenizer(config: EngineConfig) -> "Tokenizer | None":
 
 
 def eos_ids(config: EngineConfig, tokenizer: "Tokenizer | None") -> tuple[int, ...]:
-    """Return the EOS token ids. The tokenizer's own comes first: an output that ends with it has no
-    stop_reason."""
+    """Return the EOS token ids. The tokenizer's EOS token comes first: an output that ends with this token
+    has no stop_reason."""
     tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
     return tuple(
         dict.fromkeys([*([] if tokenizer_eos is None else [tokenizer_eos]), *config.checkpoint.eos_ids])

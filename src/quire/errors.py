@@ -81,7 +81,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_keys(setting: str, keys: Iterable[str], known: Sequence[str]) -> None:
-    """Raise a ConfigError for the first of `keys`, the keys of a JSON setting, that is not known."""
+    """Raise a ConfigError if one of `keys`, the keys of the JSON option `setting`, is not in `known`."""
     for key in keys:
         if key not in known:
             names, close = ", ".join(known), nearest(str(key), known)

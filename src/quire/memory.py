@@ -24,7 +24,7 @@ MAX_SAMPLES = 512
 """Maximum number of positions that a step with draft tokens samples on a GPU. With more, verifying the drafts
 costs more time than they save."""
 GRAPH_BYTES = 8 << 20
-"""Approximate memory of the driver for one CUDA graph."""
+"""Approximate number of bytes that the CUDA driver allocates for one CUDA graph."""
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Token counts of the CUDA graphs for steps that contain prompts."""
 _MOST_SEQS = 128
@@ -51,22 +51,24 @@ def human(num_bytes: float) -> str:
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
-    """Return the peak bytes of one step: the values of the widest layer for all tokens, float32 logits, and
-    their copies for sampling."""
+    """Return the estimated peak memory of one step in bytes: the activations of the widest layer for all
+    tokens, float32 logits, and their copies for sampling."""
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
     logits = (num_seqs + special) * facts.vocab * 4
     return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits
 
 
 def step_bytes(config: EngineConfig) -> int:
-    """Return the peak bytes of a step with the maximum number of tokens and requests."""
+    """Return the estimated peak memory of the largest step in bytes: the maximum number of tokens and
+    requests."""
     limits = config.scheduler
     num_tokens, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     return activation_bytes(config.rank_facts, config.model.dtype, num_tokens=num_tokens, num_seqs=num_seqs)
 
 
 def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
-    """Return the bytes for the decode steps of up to `max_taped` sequences that a CPU records and replays."""
+    """Return the size in bytes of the memory pool of the decode steps that a CPU records and replays, with up
+    to `max_taped` sequences; 0 in eager mode."""
     taped = 0 if config.model.enforce_eager else min(config.scheduler.max_num_seqs, max_taped)
     return _TAPED_TIMES * activation_bytes(
         config.rank_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
@@ -95,7 +97,8 @@ def max_mixed_tokens(config: EngineConfig) -> int:
 
 
 def graph_bytes(config: EngineConfig) -> int:
-    """Return the bytes of all CUDA graphs; each graph keeps its outputs."""
+    """Return the estimated bytes of all CUDA graphs, including the outputs that each graph keeps; 0 in eager
+    mode."""
     facts, largest = config.checkpoint.facts, config.scheduler.max_num_seqs
     largest = 0 if config.model.enforce_eager else -(-largest // config.parallel.pipeline_parallel_size)
     if not largest:
@@ -116,8 +119,8 @@ def mixed_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
 
 
 def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:
-    """Return the bytes of prompt embeddings: the input, in float32 at most, and a copy in the model's
-    dtype."""
+    """Return the bytes of `num_tokens` prompt embeddings that requests supply: the input, in float32 at most,
+    and a copy in the model's dtype."""
     return num_tokens * facts.hidden * (4 + DTYPE_BYTES[dtype])
 
 
@@ -135,8 +138,8 @@ def max_kept(config: EngineConfig) -> int:
 
 
 def max_span(config: EngineConfig) -> int | None:
-    """Return the maximum number of placeholder tokens of one image, video or audio clip. None: no limit,
-    since the placeholders may be split over steps."""
+    """Return the maximum number of placeholder tokens of one image, video or audio clip; a request that
+    exceeds it is rejected. None: no limit, since the placeholders may be split over steps."""
     media = config.checkpoint.facts.media
     is_whole = media is not None and (media.is_whole or config.multimodal.disable_chunked_mm_input)
     return config.scheduler.max_chunk if is_whole else None
@@ -166,20 +169,22 @@ def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
 
 
 def rows_at_once(vocab: int) -> int:
-    """Return the number of logits rows, of `vocab` values each, that have `LOGITS_AT_ONCE` values together.
-    It is a multiple of 16, so that slices of columns stay aligned."""
+    """Return the number of logits rows, of `vocab` values each, that are sampled together: at most
+    `LOGITS_AT_ONCE` values, but at least 16 rows. A multiple of 16, so that slices of columns stay
+    aligned."""
     return max(LOGITS_AT_ONCE // vocab // 16 * 16, 16)
 
 
 def processor_bytes(config: EngineConfig) -> int:
-    """Return the bytes that custom logits processors take: the logits of a whole batch, and a copy."""
+    """Return the bytes that custom logits processors take: float32 logits of the largest batch, and a
+    copy."""
     limits = config.scheduler
     num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     return 2 * num_rows * config.checkpoint.facts.vocab * DTYPE_BYTES["float32"]
 
 
 class OffloadedLayers(NamedTuple):
-    """The layers of one device whose weights are kept in host memory."""
+    """The indices of the layers of one device whose weights are kept in host memory, and their sizes."""
 
     layers: tuple[int, ...] = ()
     host_bytes: int = 0
@@ -214,7 +219,7 @@ class CacheSize:
     """Number of tokens that fit if all requests are decoding at `max_model_len` tokens. Layers with a sliding
     window cache only the tokens within it."""
     windows: tuple[int | None, ...] = (None,)
-    """Sliding window of each group of layers; None: full attention."""
+    """Sliding window in tokens of each group of layers; None: full attention."""
     num_bytes: int = 0
     """Bytes of the KV blocks and of the SSM states of running requests."""
     num_checkpoints: int = 0
@@ -229,7 +234,7 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """Memory for the KV cache, and the settings that determine it."""
+    """Memory of one device that the KV cache may use, and settings that limit the number of KV blocks."""
 
     kv_bytes: int
     """Bytes for the KV cache."""
@@ -239,12 +244,13 @@ class CacheRoom:
     """Bytes of the device's memory."""
     num_blocks_override: int | None = None
     soft: bool = False
-    """Whether `kv_bytes` is only a default: the cache gets no more blocks than all running requests can
-    fill."""
+    """Whether `kv_bytes` is a default, not a user setting: then the cache gets no more blocks than all
+    running requests can fill."""
 
 
 def smallest_cache(sizes: Iterable[CacheSize]) -> CacheSize:
-    """Return the cache size that fits on every device; `sizes` has the size that fits on each."""
+    """Return the cache size that fits on every device: the fewest blocks and checkpoints of all `sizes`,
+    which has one entry per device."""
     sizes = list(sizes)
     smallest = min(sizes, key=lambda size: size.num_blocks)
     return replace(smallest, num_checkpoints=min(size.num_checkpoints for size in sizes))
@@ -340,8 +346,8 @@ class ModelMemory(NamedTuple):
 
 
 def model_memory(config: EngineConfig) -> ModelMemory:
-    """Estimate the memory of a model on each of its GPUs, or of all its ranks on a CPU. Without a fixed cache
-    size a model takes `gpu_memory_utilization` of the memory."""
+    """Estimate the bytes that a model takes on each of its GPUs, or on a CPU for all its ranks together.
+    Without a fixed cache size it takes the fraction `gpu_memory_utilization` of the device's memory."""
     cache, machine, parallel = config.cache, config.machine, config.parallel
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     weights = _stored_bytes(config) // num_ranks
@@ -361,7 +367,8 @@ def model_memory(config: EngineConfig) -> ModelMemory:
 
 
 def _stored_bytes(config: EngineConfig) -> int:
-    """Return the bytes of the weights: of the files if they are quantized, else by their dtype."""
+    """Return the bytes of all weights: the size of the files of a quantized checkpoint, otherwise the number
+    of parameters times the size of the dtype."""
     checkpoint = config.checkpoint
     if checkpoint.path.is_file():
         return checkpoint.path.stat().st_size

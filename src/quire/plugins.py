@@ -99,17 +99,18 @@ def register_quantization(method: str, *, config: Any, scheme: str, format: Any)
 
 
 def register_attention_backend(name: str, backend: Any) -> None:
-    """Add a backend for `--attention-backend`. Without that flag it is used if no other backend fits."""
+    """Add a backend for `--attention-backend`, as a class or as `"module:Class"`. Without that flag it is
+    used if no other backend fits."""
     BACKENDS.register(name.upper(), backend)
 
 
 def register_tool_parser(name: str, parser: Any) -> None:
-    """Add a parser for `--tool-call-parser`."""
+    """Add a parser for `--tool-call-parser`, as a class or as `"module:Class"`."""
     TOOLS.register(name, parser)
 
 
 def register_reasoning_parser(name: str, parser: Any) -> None:
-    """Add a parser for `--reasoning-parser`."""
+    """Add a parser for `--reasoning-parser`, as a class or as `"module:Class"`."""
     REASONING.register(name, parser)
 
 

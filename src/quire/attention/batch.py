@@ -31,7 +31,7 @@ class Batch:
     positions: Tensor
     """[T] int64, position of each token in its sequence"""
     slots: Tensor
-    """[T] int64, cache slot of each token (block id * block size + offset); not written if negative"""
+    """[T] int64, KV cache slot of each token (block id * block size + offset); below 0: not to be cached"""
     query_starts: Tensor
     """[B + 1] int32, index in this batch of the first token of each sequence, and the end of the last
     sequence"""

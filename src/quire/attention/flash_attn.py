@@ -18,7 +18,7 @@ from quire.config.machine import Machine
 from quire.errors import ConfigError
 
 _PACKAGES = {"vllm_flash_attn": 16, "flash_attn": 256}
-"""Packages in order of preference, with the number that the block size must be a multiple of."""
+"""Packages in order of preference, with the number of tokens that the block size must be a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,9 @@ class FlashAttention:
 
 @cache
 def _package() -> tuple[Callable[..., Any], bool, int]:
-    """Return the attention function, whether it reads key lengths rather than key starts, and the number that
-    the block size must be a multiple of."""
+    """Return the attention function of the installed package, whether it takes the number of keys per
+    sequence (rather than cumulative numbers), and the number of tokens that the block size must be a multiple
+    of. Raise a ConfigError if no package is installed."""
     for name, block_step in _PACKAGES.items():
         if find_spec(name):
             attend = import_module(name).flash_attn_varlen_func

@@ -96,15 +96,15 @@ class MLALoRA(NamedTuple):
         return keys, values
 
     def select(self, ranks: Tensor) -> Tensor:
-        """Return `ranks` [T, heads, slots, adapter's rank], which has a projection by the adapter of every
-        slot, with zeros except in the slot of each token's adapter."""
+        """Return `ranks` [T, heads, slots, adapter's rank], the projections of each token by the adapters of
+        all slots, with zeros in all slots but that of the token's own adapter."""
         all_slots = torch.arange(len(self.a), device=ranks.device)
         return torch.where((self.slots[:, None] == all_slots)[:, None, :, None], ranks, 0.0)
 
     def add(self, kv: Tensor, latents: Tensor, first: int, owners: Tensor) -> None:
         """Add the LoRA outputs for `latents` [keys, rank] to `kv` [keys, outputs], which has the outputs of
-        kv_b_proj from index `first` on. `owners` [keys] is for each key the index of a token of its sequence,
-        which has the sequence's adapter slot."""
+        kv_b_proj from index `first` on. `owners` [keys] is for each key the index in the batch of some token
+        of the key's sequence; all tokens of a sequence have the same adapter slot."""
         b, size = self.b[:, first : first + kv.shape[1]], kv.shape[1]
         assigned = self.ops.assigned(self.slots[owners], len(self.a))
         self.ops.lora(kv, latents, self.a, b, (size,), assigned)

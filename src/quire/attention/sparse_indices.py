@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.attention.batch import Batch
 
 _SCORES_BYTES = 64 << 20
-"""Most bytes of scores in memory at a time."""
+"""Maximum bytes of scores in memory at a time; the tokens are processed in parts that fit."""
 
 
 class SparseIndices(NamedTuple):
@@ -45,9 +45,10 @@ class SparseIndices(NamedTuple):
 
 
 def select(q: Tensor, weights: Tensor, keys: Tensor, batch: Batch, most: int) -> SparseIndices | None:
-    """Select up to `most` tokens for each of [T, heads, dim] queries with [T, heads] float32 weights. `keys`
-    [num_blocks, block_size, dim] is the cache, which already has the keys of the batch. Return None if no
-    sequence is longer than `most`."""
+    """Select for each of T tokens the up to `most` best-scored tokens up to itself. `q` [T, heads, dim]
+    are the indexer's queries, `weights` [T, heads] float32 its head weights, and `keys` [num_blocks,
+    block_size, dim] its key cache, which already has the keys of the batch. Return None if no sequence is
+    longer than `most`: then every token attends to all earlier ones."""
     num, block_size = len(q), keys.shape[1]
     width = batch.block_tables.shape[1] * block_size
     if not (q.is_cuda and (batch.are_decodes or batch.are_mixed)):  # host lengths are valid
@@ -107,8 +108,8 @@ def reference(
 
 
 def write_keys(x: Tensor, keys: Tensor, slots: Tensor) -> None:
-    """Write x [T, dim] to slots of the cache `keys`; tokens without a slot go to slot 0, which is never
-    read."""
+    """Write the indexer keys x [T, dim] to `slots` [T] of the cache `keys` [num_blocks, block_size, dim].
+    Tokens with a negative slot are written to slot 0, which is never read."""
     flat = keys.flatten(0, 1)
     if keys.dtype.itemsize == 1:
         limit = torch.finfo(keys.dtype).max

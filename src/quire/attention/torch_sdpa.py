@@ -53,7 +53,7 @@ class _Window(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """A batch, and its division into spans (groups of sequences) by block size and window of the layer."""
+    """A batch, and a cache of its spans (groups of sequences) by the layer's block size and window."""
 
     batch: Batch
     spans: dict[tuple[int, _Window], list[_Span]] = field(default_factory=dict)
@@ -105,7 +105,8 @@ class TorchSDPA:
 
 
 def read(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Read and dequantize the cache entries of `slots`, which may have any shape."""
+    """Return the keys or values [*slots.shape, kv_heads, head_dim] in the cache `slots`, converted to
+    `dtype`. Those of an fp8 cache are multiplied by `scale`; an int8 cache stores its own scales."""
     flat = cache.view(-1, *cache.shape[2:])
     if cache.dtype.itemsize > 1:
         return flat[slots].to(dtype)
@@ -116,7 +117,8 @@ def read(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tens
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, span: _Span, spec: AttentionSpec) -> Tensor:
-    """Compute attention of queries [N, Q, heads, head_dim] to keys [N, L, kv_heads, head_dim]."""
+    """Return the attention output, in the shape of `queries` [N, Q, heads, head_dim], for `keys` and `values`
+    [N, L, kv_heads, head_dim] of the sequences of `span`."""
     # With one query per sequence, the heads of a KV head become its queries: keys are not repeated.
     fold = queries.shape[1] == 1
     folded = (len(queries), spec.kv_heads, -1, spec.head_dim)

@@ -148,7 +148,8 @@ class TritonAttention:
         return out
 
     def _attend_fixed(self, batch: Batch, args: "AttentionArgs") -> None:
-        """Compute attention in the batch-invariant mode: both kernels give a query the same result."""
+        """Compute attention in the batch-invariant mode, in which a query gets bitwise the same result from
+        the decode kernel and from the prompt kernel."""
         from quire.kernels.triton import attention_launch as launch
 
         layer, dtype, most = args.layer, args.q.dtype, batch.max_query_len

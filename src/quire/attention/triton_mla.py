@@ -178,7 +178,8 @@ def _split(
     query_lens: bytes, seq_lens: bytes, tile: int, most_keys: int, device: torch.device
 ) -> _PromptSplit:
     """Assign sequences with few queries to attention in latent space, and the others to rounds of at most
-    `most_keys` expanded keys and tiles of `tile` queries. The result is cached for all layers of a step."""
+    `most_keys` expanded keys and tiles of `tile` queries. The lengths of all sequences are int32 arrays as
+    bytes, which can be keys of the cache of results: all layers of a step share one result."""
     queries, keys = (np.frombuffer(lens, np.int32) for lens in (query_lens, seq_lens))
     rounds: list[list[int]] = []
     room = 0

@@ -22,19 +22,19 @@ _read = msgspec.json.Decoder(_Entry).decode
 
 
 class Journal:
-    """File of the finished answers of a batch, which is kept until the output is written. One process may
-    open it at a time."""
+    """File of the finished answers of a batch, which is kept until the output is written. Only one process
+    may have it open: in a second one, the constructor raises a ConfigError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.finished: dict[str, tuple[int, int]] = {}
-        """Offset and size of the answer of each custom_id."""
+        """Offset and size in bytes of the answer line of each custom_id."""
         self._file = self._open()
         self._end = self._load()
         self._synced_at = time.monotonic()
 
     def add(self, custom_id: str, line: bytes) -> None:
-        """Store an answer. It survives a process crash at once, and a machine crash after the next fsync."""
+        """Append the answer `line`. It survives a process crash at once, a machine crash after an fsync."""
         self._file.seek(self._end)
         self._file.write(line)
         self._file.flush()
@@ -50,7 +50,7 @@ class Journal:
         return self._file.read(num_bytes)
 
     def check(self, known: Iterable[str]) -> None:
-        """Raise a ConfigError if the journal belongs to another batch."""
+        """Raise a ConfigError if the journal has an answer to a custom_id that is not in `known`."""
         if foreign := next(iter(self.finished.keys() - set(known)), None):
             raise ConfigError(
                 f"{self.path} contains an answer to {foreign!r}, which is not in this batch: "

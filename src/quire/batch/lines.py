@@ -31,13 +31,14 @@ class _Body(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input file: its position, and its error if it is invalid."""
+    """A line of the input file: its offset and size in bytes, its custom_id, and its error if it is
+    invalid."""
 
     offset: int
     num_bytes: int
     custom_id: str | None
     error: str | None
-    """Reason why the line is rejected."""
+    """Reason why the line is not a valid request; None if it is."""
 
 
 class _Response(msgspec.Struct):
@@ -50,7 +51,7 @@ class _Error(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """A line of the output file."""
+    """A line of the output file: the response to a request, or the error of an invalid one."""
 
     custom_id: str | None
     response: _Response | None
@@ -65,7 +66,7 @@ _read_any = msgspec.json.Decoder(dict[str, Any]).decode
 
 def index(path: Path) -> list[Line]:
     """Return all lines of a batch file that are not blank, without their content, since the file may be
-    larger than the memory."""
+    larger than the memory. Raise a ConfigError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return list(_index_lines(file))

@@ -111,8 +111,8 @@ async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
 
 
 async def _answer(args: argparse.Namespace, source: Path, work: Sequence[Line], journal: Journal) -> None:
-    """Answer the requests of `work`, the lines without an answer in the journal. If the server is gone, raise
-    a ServerGone error that reports the progress."""
+    """Send the requests of `work`, the lines of the file `source` without an answer in the journal, and store
+    the answers in the journal. If the server is gone, raise a ServerGone error that reports the progress."""
     num_before = len(journal.finished)
     total = num_before + len(work)
     async with open_transport(args) as transport:
@@ -166,7 +166,9 @@ class BatchRun:
             self._on_done()
 
     async def _send_with_retries(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
-        """Send a request, with retries and exponential backoff while the server is gone or overloaded."""
+        """Send a request, with up to `max_retries` retries and exponential backoff while the server is gone
+        or returns a status of `_RETRIED`. Return the last answer; raise ServerGone if the last attempt has
+        none."""
         for attempt in range(self._max_retries):
             try:
                 answer = await self._transport.send(url, body, request_id)

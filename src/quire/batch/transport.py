@@ -15,7 +15,7 @@ AsgiApp = Callable[
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """The response to one request."""
+    """Response to one request of a batch: its HTTP status and body."""
 
     status: int
     body: bytes
@@ -25,7 +25,8 @@ class Transport(Protocol):
     """Interface of the transports, which send requests to a server or to an application in this process."""
 
     async def send(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
-        """Post JSON and return the whole answer. Raises ServerGone if there is none."""
+        """Post the JSON `body` to `url` and return the response. Raise ServerGone if the server sends
+        none."""
 
 
 class HttpTransport:

@@ -23,7 +23,7 @@ Range = tuple[int, int]
 
 
 def range_of(text: str) -> Range:
-    """Parse `33:43`, or a single number."""
+    """Parse a range such as `33:43`, or a single number, as its smallest and largest value."""
     low, mark, high = text.partition(":")
     try:
         bounds = int(low), int(high if mark else low)
@@ -39,7 +39,7 @@ class AgentTurn:
     """One request of a session."""
 
     prompt_len: int
-    """Tokens of the whole prompt: the prompt of the turn before, its answer, and new tokens."""
+    """Tokens of the whole prompt: the prompt of the turn before, the answer to it, and new tokens."""
     output_len: int
     pause_s: float = 0.0
     """Seconds to wait after the answer to the turn before, or after the start of the session."""
@@ -63,24 +63,24 @@ class AgentShape:
 
     turns: Range
     first_len: int
-    """Tokens of the first prompt of a session."""
+    """Number of tokens of the first prompt of a session."""
     last_len: Range
-    """Tokens of the last prompt of a session."""
+    """Range of the number of tokens of the last prompt of a session."""
     input_per_output: float
     """Number of prompt tokens per generated token, over the whole session."""
     tool_spread: float
-    """Standard deviation of the logarithm of the lengths of tool results."""
+    """Standard deviation of the natural logarithm of the lengths of tool results, in tokens."""
     pause_median_s: float
     pause_p99_s: float
-    """99th percentile of the pauses, which are log-normal."""
+    """99th percentile, in seconds, of the pauses between turns, which are log-normal."""
     think_s: float
-    """Mean of the time that a user thinks, added to the pause of some turns."""
+    """Mean seconds that a user thinks, added to the pause before a turn with a new user message."""
     think_every: int
     """Number of turns from one user message to the next; turns in between begin with a tool result."""
     scale: float
-    """Factor of all lengths."""
+    """Factor by which all lengths in tokens are multiplied."""
     time_scale: float
-    """Factor of all times."""
+    """Factor by which all times are multiplied."""
 
 
 def synthetic_sessions(count: int, shape: AgentShape, *, seed: int) -> list[AgentSession]:
@@ -123,8 +123,8 @@ class _TraceLine(msgspec.Struct):
 
 
 def trace_sessions(path: Path, *, scale: float = 1.0, time_scale: float = 1.0) -> list[AgentSession]:
-    """Read a trace of JSON lines. Lines with one `session_id` are the turns of a session; a line without one
-    is a session."""
+    """Read a trace of JSON lines as sessions. Lines with the same `session_id` are the turns of one
+    session; a line without one is a session of its own. `scale` multiplies lengths, `time_scale` times."""
     sessions: dict[str, list[AgentTurn]] = {}
     for number, line in _trace_lines(path):
         name = f"line {number}" if line.session_id is None else f"session {line.session_id}"
@@ -165,7 +165,7 @@ def _trace_lines(path: Path) -> Iterator[tuple[int, _TraceLine]]:
 
 
 class AgentPrompt:
-    """The prompt of a session as token ids, which grows with every turn."""
+    """The prompt of one session as random token ids, which grows with every turn."""
 
     def __init__(self, name: str, *, vocab: int, seed: int, shared_len: int = 0) -> None:
         """The first `shared_len` tokens are common to all sessions with the same seed."""
@@ -189,7 +189,7 @@ class AgentPrompt:
         return self.token_ids
 
     def answer(self, token_ids: Sequence[int]) -> None:
-        """Append the answer to the last turn."""
+        """Append the token ids of the answer to the last turn, so that the next prompt contains them."""
         self.token_ids = [*self.token_ids, *token_ids]
 
     def _block(self, name: str, length: int) -> list[int]:
@@ -197,14 +197,15 @@ class AgentPrompt:
 
 
 class PerfectCache:
-    """A prefix cache of unlimited size. No cache with the same block size can have more hits."""
+    """A simulated prefix cache of unlimited size. No cache with the same block size can have more hits."""
 
     def __init__(self, block_size: int = 16) -> None:
         self._size = block_size
         self._seen: set[int] = set()
 
     def hit(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens in the longest cached prefix; the last token is always computed."""
+        """Return the number of tokens in the longest prefix of a prompt that was added before; its last
+        token never counts."""
         num_tokens = 0
         for key in self._keys(token_ids[:-1]):
             if key not in self._seen:
@@ -223,12 +224,12 @@ class PerfectCache:
 
 
 def longest(sessions: Sequence[AgentSession]) -> int:
-    """Return the number of tokens of the longest prompt with its answer."""
+    """Return the largest number of tokens of any prompt together with its answer."""
     return max(turn.prompt_len + turn.output_len for session in sessions for turn in session.turns)
 
 
 def shape_of(args: argparse.Namespace) -> AgentShape:
-    """Return the shape that the flags describe."""
+    """Return the distribution of synthetic sessions that the flags describe."""
     for name in ("agent_pause_median", "agent_think_time", "agent_time_scale", "agent_tool_spread"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{_flag(name)} {getattr(args, name):g} must be at least 0")

@@ -27,7 +27,7 @@ class TurnRecord:
     number: int
     """Number of the turn in its session, from 0."""
     num_perfect: int
-    """Prompt tokens that a prefix cache without a size limit would hit."""
+    """Prompt tokens that a prefix cache of unlimited size would have hit."""
     record: Record
 
 
@@ -39,9 +39,9 @@ class AgentClient:
     path: str
     model: str
     options: Mapping[str, Any]
-    """Additional fields of every request."""
+    """Additional fields of the JSON body of every request."""
     hint: str
-    """Field that names the session: `session`, `key` or `none`."""
+    """Name of the field by which a request tells the server its session: `session`, `key` or `none`."""
     vocab: int
     seed: int
     shared_len: int = 0
@@ -102,8 +102,8 @@ async def _sleep_until(at: float) -> None:
 
 
 def agent_summary(turns: Sequence[TurnRecord], num_hit: int | None = None) -> dict[str, Any]:
-    """Return the results of sessions. `num_hit` is the server's count of hit tokens, for a server that does
-    not report the cached tokens of each request."""
+    """Return the results of all turns by name. `num_hit` is the server's count of prefix cache hit tokens,
+    for a server that does not report the cached tokens of each request."""
     done = [turn for turn in turns if not turn.record.error]
     num_prompt = sum(turn.record.prompt_len for turn in done)
     if not num_prompt:
@@ -155,7 +155,8 @@ def agent_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _groups(num_turns: int) -> list[tuple[int, int]]:
-    """Return the ranges of turns to print: the first turn, then groups of equal size."""
+    """Return the ranges (first, end) of turn numbers to print, without the end: the first turn alone, then
+    groups of equal size."""
     size = max(-(-(num_turns - 1) // (MAX_GROUPS - 1)), 1)
     starts = [0, *range(1, num_turns, size)]
     return [(start, min(end, num_turns)) for start, end in zip(starts, [*starts[1:], num_turns], strict=True)]

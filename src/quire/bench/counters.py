@@ -15,8 +15,8 @@ _MISS = re.compile(r'^vllm:prefix_cache_misses_total\{[^}]*reason="(\w+)"[^}]*\}
 
 
 def read_counters(metrics: str) -> dict[str, float]:
-    """Read the counters from a metrics page, summed over engines. Counters by position are named
-    `spec_decode_num_accepted_tokens_per_pos.0` and so on."""
+    """Return the counters of a metrics page by name, summed over engines. Counters by draft position are
+    named `spec_decode_num_accepted_tokens_per_pos.0` and so on."""
     counters: dict[str, float] = {}
     for name, labels, value in _SAMPLE.findall(metrics):
         position = _POSITION.search(labels)
@@ -26,8 +26,8 @@ def read_counters(metrics: str) -> dict[str, float]:
 
 
 def counter_summary(before: str, after: str) -> dict[str, Any]:
-    """Return result entries from the difference of two metrics pages (texts of /metrics). Features that were
-    not used have no entries."""
+    """Return the results on speculative decoding and prefix caching by name, from the difference of two
+    metrics pages (texts of /metrics). Unused features have no results."""
     first = read_counters(before)
     increase = {name: value - first.get(name, 0.0) for name, value in read_counters(after).items()}
     return _draft_summary(increase) | _prefix_summary(increase) | _miss_summary(before, after)
@@ -52,7 +52,8 @@ def _draft_summary(increase: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _miss_summary(before: str, after: str) -> dict[str, Any]:
-    """Return the number of requests with a prefix cache miss, by reason."""
+    """Return the number of requests with a prefix cache miss, by reason, as a result entry; empty for
+    none."""
     counts: Counter[str] = Counter()
     for page, sign in ((after, 1), (before, -1)):
         for reason, value in _MISS.findall(page):
@@ -62,7 +63,7 @@ def _miss_summary(before: str, after: str) -> dict[str, Any]:
 
 
 def _prefix_summary(increase: Mapping[str, float]) -> dict[str, Any]:
-    """Return the share of prompt tokens found in the prefix cache."""
+    """Return the percentage and number of prompt tokens found in the prefix cache; empty if it was unused."""
     hits, queries = (increase.get(f"prefix_cache_{name}", 0.0) for name in ("hits", "queries"))
     if queries <= 0:
         return {}

@@ -65,7 +65,8 @@ def _is_listening(socket: Any, port: int) -> bool:
 
 
 def report(usages: Sequence[CpuUsage], *, seconds: float, num_tokens: int) -> list[str]:
-    """Return a table of the CPU time of processes during a run of `seconds` that streamed `num_tokens`."""
+    """Return the lines of a table of the CPU time of processes, in a run of `seconds` that streamed
+    `num_tokens`."""
     shown = [f"{'process':<28} {'pid':>8} {'user s':>9} {'system s':>9} {'of one core':>12} {'us/token':>9}"]
     for usage in usages:
         spent = usage.user_s + usage.system_s

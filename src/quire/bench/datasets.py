@@ -23,14 +23,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A prompt as sent to a server, and the number of tokens to generate."""
+    """A prompt as sent to a server (text or token ids), and the number of tokens to generate."""
 
     prompt: str | list[int]
     prompt_len: int
-    """Tokens of the prompt; 0 for a text without a tokenizer."""
+    """Number of tokens of the prompt; 0 for a text if there is no tokenizer to count them."""
     output_len: int
     media: Sequence[dict[str, Any]] = ()
-    """Media parts of the chat message."""
+    """Image and video parts to add to the chat message."""
 
 
 def random_samples(
@@ -43,8 +43,8 @@ def random_samples(
     prefix_len: int = 0,
     seed: int = 0,
 ) -> list[Sample]:
-    """Return prompts of random ids. Lengths vary by `range_ratio` around their mean; the first `prefix_len`
-    ids are common to all."""
+    """Return `count` prompts of random ids. Lengths vary evenly by the share `range_ratio` around
+    `input_len` and `output_len`; each prompt begins with the same `prefix_len` further ids."""
     draw = random.Random(seed)
     prefix = [draw.randrange(vocab) for _ in range(prefix_len)]
 

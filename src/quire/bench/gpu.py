@@ -126,7 +126,7 @@ def decode_step(llm: LLM, batch: int) -> float:
 
 
 def prefill_rate(llm: LLM) -> float:
-    """Return the prompt tokens per second."""
+    """Return the prompt tokens per second that the engine computes."""
     rng = random.Random(1)
     generate(llm, prompts_of(rng, PREFILL_PROMPTS, PREFILL_LEN), 1)
     took = [generate(llm, prompts_of(rng, PREFILL_PROMPTS, PREFILL_LEN), 1) for _ in range(REPEATS)]
@@ -150,7 +150,8 @@ def offline(llm: LLM) -> dict[str, Any]:
 
 
 def trace(llm: LLM, path: str, batch: int = 256, steps: int = 128) -> dict[str, Any]:
-    """Profile decode steps; return the share of idle GPU time while all sequences decode."""
+    """Profile decode steps of `batch` sequences into the file `path`; return the batch size and the
+    percentage of idle GPU time while all sequences decode."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -164,8 +165,8 @@ def trace(llm: LLM, path: str, batch: int = 256, steps: int = 128) -> dict[str, 
 
 
 def idle_share(path: str) -> float:
-    """Return the share of time without a kernel or copy in the third quarter of a trace, after the prompts
-    and before the first sequence ends."""
+    """Return the share of time (0 to 1) without a GPU kernel or copy, in the third quarter of the profiler
+    trace `path`: after the prompts and before the first sequence ends."""
     events = json.loads(Path(path).read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     spans: list[tuple[float, float]] = sorted(

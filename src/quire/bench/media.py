@@ -12,7 +12,8 @@ from PIL import Image
 from quire.errors import ConfigError
 
 Bucket = tuple[int, int, int]
-"""Height, width and number of frames of media; an image has one frame, a video more."""
+"""Size of a random image or video: (height, width, number of frames), 1 frame for an image, more for a
+video."""
 BUCKETS: dict[Bucket, float] = {(256, 256, 1): 0.5, (720, 1280, 1): 0.5, (720, 1280, 16): 0.0}
 LIMITS = {"image": 255, "video": 1}
 
@@ -30,9 +31,9 @@ def random_media(
     buckets: Mapping[Bucket, float],
     seed: int = 0,
 ) -> list[list[dict[str, Any]]]:
-    """Return the media parts of `count` chat requests. A request has `num_items` parts, varied evenly by the
-    share `range_ratio`, and at most `limits[modality]` of a modality. The size of each is drawn from
-    `buckets` by weight: (height, width, frames)."""
+    """Return the media parts of `count` chat requests. A request has `num_items` parts, varied evenly by
+    the share `range_ratio`, and at most `limits[modality]` of a modality. `buckets` maps each size
+    (height, width, frames) to the weight with which it is drawn."""
     draw = np.random.default_rng(seed)
     least, most = _range(num_items, range_ratio, sum(limits.values()))
     counts = [int(draw.integers(least, most + 1)) for _ in range(count)]

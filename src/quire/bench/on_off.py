@@ -25,15 +25,15 @@ Settings = Mapping[str, Any]
 
 
 class WorkloadSizes(NamedTuple):
-    """Sizes of the workloads, in tokens and requests."""
+    """Sizes of the workloads: lengths in tokens, numbers of requests, and bytes of KV cache."""
 
     longest: int
     """Tokens of the longest request; a step has at most a quarter as many, except without chunked prefill."""
     prefix: int
-    """Tokens of the prefix that requests share."""
+    """Number of tokens of the prefix that requests share."""
     sharing: int
     streams: int
-    """Requests that decode beside long prompts, and with long contexts."""
+    """Number of requests that decode beside long prompts, or after long contexts."""
     long_prompts: int
     context: int
     answer: int
@@ -51,14 +51,14 @@ SIZES = {
 
 
 class OnOffRun(NamedTuple):
-    """Results of one run of a workload."""
+    """Results of one run of a workload, with an optimization switched off or on."""
 
     ttft_s: float
-    """Mean time to first token."""
+    """Mean time to first token, in seconds."""
     rate: float
     """Output tokens per second; images per second for the encoder."""
     gap_s: float = 0.0
-    """The longest time between two tokens of a stream, if measured."""
+    """The longest time between two tokens of a stream, in seconds; 0 if it was not measured."""
 
 
 class OnOffPart(NamedTuple):
@@ -66,15 +66,15 @@ class OnOffPart(NamedTuple):
 
     name: str
     claim: str
-    """Gain stated in vLLM's guide."""
+    """Gain of the optimization as stated in vLLM's guide."""
     off: Settings
     on: Settings
     workload: str
     measure: Callable[[LLM, WorkloadSizes, int], OnOffRun]
     opened: Callable[[Settings, WorkloadSizes], LLM] | None = None
-    """Function that opens the engine; by default it opens the requested model with the changed settings."""
+    """Function that opens the engine from changed settings and sizes; None opens the requested model."""
     measure_off: Callable[[LLM, WorkloadSizes, int], OnOffRun] | None = None
-    """Measures the run without the optimization, if it sends its requests in another way."""
+    """Function that measures the run without the optimization; None: `measure` does."""
 
 
 class Row(NamedTuple):
@@ -276,8 +276,8 @@ def _beside_long_prompts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _step(llm: LLM, counts: dict[str, int]) -> set[str]:
-    """Run an engine step and return the ids of requests with new output. Their numbers of output tokens are
-    updated in `counts`, for the requests that it contains."""
+    """Run one engine step and return the ids of the requests with new output. `counts` has the number of
+    output tokens by request id; it is updated for the ids that it contains."""
     outputs = llm.llm_engine.step()
     for output in outputs:
         if output.request_id in counts:
@@ -316,8 +316,8 @@ def _encode_images(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _weights(bench: Bench) -> OnOffPart:
-    """Return the comparison of packed and dequantized weights of a GGUF file, or for other models of fp8 and
-    unquantized weights."""
+    """Return the comparison of quantized and dequantized weights of a GGUF file or, for other models, of
+    fp8 and unquantized weights."""
     if bench.is_gguf:
         change: dict[str, Settings] = {"off": {"quantization": "none"}, "on": {}}
         name = "packed weights (GGUF)"
@@ -447,7 +447,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def picture(rows: Sequence[Row], title: str) -> str:
-    """Draw the rates with each optimization relative to the rates without it."""
+    """Return an SVG chart of the rate with each optimization, relative to the rate without it."""
     groups = [
         BarGroup(
             row.part.name.partition(" (")[0],

@@ -1,4 +1,4 @@
-"""A vision-language model with random weights over two ranks, and images for it."""
+"""A vision-language model with random weights on two tensor parallel ranks, and images for it."""
 
 import json
 from collections.abc import Mapping

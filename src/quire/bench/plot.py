@@ -34,17 +34,18 @@ def _legend(colours: Mapping[str, str], *, step: int | None = None) -> list[str]
 
 
 class BarGroup(NamedTuple):
-    """Bars that are compared with each other."""
+    """A labelled group of bars that are compared with each other."""
 
     label: str
     values: Mapping[str, float]
-    """Values by series; a series without a value has no bar."""
+    """Length of each bar, by name of its series; a series without a value has no bar."""
     texts: Mapping[str, str]
     """Labels behind the bars, by series."""
 
 
 def bar_chart(title: str, groups: Sequence[BarGroup], *, mark: float | None = None) -> str:
-    """Draw a bar for each value, all on one scale; `mark` is a dashed line across them."""
+    """Return an SVG chart with a bar for each value, all on one scale; `mark` is the value at which a
+    dashed line crosses them."""
     left, right, bar, gap, top = 210, 150, 15, 12, 62
     series = list(dict.fromkeys(name for group in groups for name in group.values))
     first = 1 if len(series) == 1 else 0
@@ -75,8 +76,8 @@ def stacked_chart(
     colours: Mapping[str, str],
     text: Callable[[int], str],
 ) -> str:
-    """Draw a bar of parts for each (label, sizes by name), in a frame of the size `total`. `text` formats the
-    size in the tooltip of a part."""
+    """Return an SVG chart with a stacked bar for each (label, sizes of its parts by name), in a frame of
+    the size `total`. `colours` are by part; `text` formats a size for the tooltip of a part."""
     left, bar, gap, top = 130, 26, 14, 64
     scale = (_WIDTH - left - 20) / total
     parts = [_title(title), *_legend(colours, step=110)]
@@ -99,7 +100,7 @@ def stacked_chart(
 
 
 class Plotted(Protocol):
-    """A measured point: latencies and tokens per second at one concurrency."""
+    """A measured point: TTFT and ITL (inter-token latency), and tokens per second, at one concurrency."""
 
     @property
     def concurrency(self) -> int: ...
@@ -113,7 +114,7 @@ class Plotted(Protocol):
 
 
 def frontier(points: Sequence[Plotted]) -> list[Plotted]:
-    """Return the Pareto-optimal points, fastest first."""
+    """Return the Pareto-optimal points of latency and throughput, the lowest inter-token latency first."""
     best: list[Plotted] = []
     for point in sorted(points, key=lambda point: (point.itl_ms, -point.tok_s)):
         if not best or point.tok_s > best[-1].tok_s:
@@ -122,8 +123,8 @@ def frontier(points: Sequence[Plotted]) -> list[Plotted]:
 
 
 def pareto_chart(points: Sequence[Plotted], ttft_ms: float, itl_ms: float) -> str:
-    """Draw tokens per second over the time between tokens, on a log scale. Filled dots meet both limits; a
-    line joins the Pareto-optimal points."""
+    """Return an SVG chart of tokens per second over the time between tokens, on a log scale. Filled dots
+    meet both limits in milliseconds; a line joins the Pareto-optimal points."""
     width, height, left, bottom, edge = 760, 440, 70, 50, 24
     low = math.log10(max(min(point.itl_ms for point in points), 0.01) * 0.8)
     high = math.log10(max(*(point.itl_ms for point in points), itl_ms) * 1.25)

@@ -30,8 +30,8 @@ def summarise(
     percentiles: Sequence[float],
     goodput: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return all results of a run. `goodput` is the limit of each metric, in milliseconds, for good
-    requests."""
+    """Return the results of a run of `duration` seconds by vLLM's names. `goodput` has the limit of each
+    metric, in milliseconds, that a good request keeps."""
     done = [record for record in records if not record.error]
     num_in, num_out = sum(record.prompt_len for record in done), sum(record.output_len for record in done)
     num_good = sum(_is_good(record, goodput) for record in done)

@@ -51,8 +51,8 @@ def measure(
     depth: int = 1,
     windows: tuple[int | None, ...] = (None,),
 ) -> np.ndarray:
-    """Return the seconds of plan() and update() in each step in which all requests decode: [steps, 2]. With a
-    depth of 2 the next step is planned before the last one is updated."""
+    """Return the seconds of the scheduler's plan() and update() in each step in which all requests decode,
+    as [steps, 2]. With a `depth` of 2 the next step is planned before the last one is updated."""
     scheduler = make_scheduler(num_running, prefix_caching=prefix_caching, windows=windows)
     draw = random.Random(1)
     add_requests(scheduler, [(draw.randint(100, 1024), 2 * num_steps) for _ in range(num_running)])

@@ -128,7 +128,8 @@ def _agent_client(
 
 
 def _agent_sessions(args: argparse.Namespace, max_len: int | None) -> list[AgentSession]:
-    """Return the sessions; raise a ConfigError if a turn is longer than the model's context."""
+    """Return the agent sessions that the flags describe; raise a ConfigError if a turn is longer than
+    `max_len`, the context of the model."""
     sessions = sessions_of(args)
     most = longest(sessions)
     if max_len is not None and most > max_len:
@@ -204,7 +205,7 @@ def base_url(args: argparse.Namespace) -> str:
 
 
 async def _wait_until_listening(client: HttpClient, seconds: float) -> None:
-    """Wait until the port is open, at most `seconds`; 0 does not wait."""
+    """Wait until the server's port is open, at most `seconds`; 0 does not wait."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -245,7 +246,8 @@ async def _warm_up(
 
 
 async def _model(client: HttpClient, requested: str | None) -> tuple[str, str | None, int | None]:
-    """Return the model to request, and the path of its files and its context if the server reports them."""
+    """Return the name of the model to request and, if the server reports them, the path of its files and
+    its context length in tokens."""
     try:
         cards = await models(client)
     except BadAnswer:
@@ -327,7 +329,7 @@ def _server_pids(args: argparse.Namespace) -> list[int]:
 
 
 async def _metrics_page(client: HttpClient) -> str:
-    """Return the metrics page; empty if the server has none."""
+    """Return the text of the server's /metrics; empty if it has none."""
     try:
         response = await client.request("GET", "/metrics")
     except ServerGone:

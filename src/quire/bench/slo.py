@@ -31,7 +31,7 @@ _GRAPH_TOKENS = 1024
 
 
 class SimulatedGpu(NamedTuple):
-    """Cost model of a GPU. `costs` are the seconds per step, per decoding request, per token of the contexts
+    """Cost model of a GPU. `costs` are seconds: per step, per decoding request, per token of the contexts
     of those requests, per step with prompt tokens, per prompt token, and per pair of a prompt token and a
     token before it."""
 
@@ -114,7 +114,8 @@ def make_jobs(
 def simulate(
     device: SimulatedGpu, jobs: Sequence[SimulatedRequest], *, max_tokens: int, targets: bool
 ) -> float:
-    """Run the requests and fill in the times of their tokens; return the seconds that this took."""
+    """Run the requests on a simulated device, and fill in the times of their tokens; return the simulated
+    seconds until the last. `max_tokens` limits a step; `targets` switches on latency targets."""
     clock, noise = Clock(), random.Random(1)
     with clock.installed():
         kv = KVManager(num_blocks=400_000, block_size=16, max_rows=_ROWS, share_prefixes=False)
@@ -161,7 +162,7 @@ def to_request(number: int, job: SimulatedRequest, device: SimulatedGpu | None) 
 
 
 def capacity(device: SimulatedGpu, long_share: float) -> float:
-    """Return the requests per second that the device finishes if all wait from the start."""
+    """Return the requests per second that the device finishes if all requests wait from the start."""
     jobs = make_jobs(device, 400.0, 2.0, long_share)
     for job in jobs:
         job.arrives_at = 1e-6

@@ -16,7 +16,7 @@ from quire.remote.http import HttpClient
 from quire.remote.openai import Chunk, stream
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-"""The backends and their default endpoints."""
+"""Default endpoint path of each value of `--backend`."""
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class Record:
     start: float = 0.0
     end: float = 0.0
     arrivals: list[float] = field(default_factory=list)
-    """Arrival of each piece of the output: one token, or several together."""
+    """Time at which each piece of the output arrived: one token, or several together."""
     pieces: list[str] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
-    """Tokens of each piece, if the server reports usage in every chunk; otherwise empty."""
+    """Number of tokens of each piece, if the server reports usage in every chunk; otherwise empty."""
     num_tokens: int | None = None
     """Number of output tokens reported by the server."""
     num_cached: int | None = None
@@ -104,7 +104,8 @@ def send_times(count: int, *, rate: float, burstiness: float, seed: int) -> list
 
 
 async def send(client: HttpClient, path: str, body: bytes, prompt_len: int) -> Record:
-    """Send one request; return its record, which also has the error if it failed."""
+    """Send one streamed request and return its record when it ends; a failure is stored in the record, not
+    raised."""
     record = Record(prompt_len, start=time.perf_counter())
     try:
         await stream(client, path, body, record.take)
@@ -146,7 +147,8 @@ async def drive(
 
 
 def token_times(records: Sequence[Record]) -> Iterator[tuple[float, float]]:
-    """Yield every arrival with its number of tokens, as far as it is known."""
+    """Yield the time of every arrival with its number of tokens, estimated if the server does not report
+    it."""
     for record in records:
         yield from zip(record.arrivals, _tokens_per_piece(record), strict=True)
 

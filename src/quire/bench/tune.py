@@ -34,7 +34,7 @@ class Setting(NamedTuple):
     max_num_batched_tokens: int
     max_num_seqs: int
     ttft_ms: float = 0.0
-    """Latency target of the first token; `itl_ms` is that between tokens. 0: none."""
+    """Latency target of the first token in milliseconds; `itl_ms` is that between tokens. 0: no target."""
     itl_ms: float = 0.0
 
     @property
@@ -51,11 +51,12 @@ class TunePoint(NamedTuple):
     setting: Setting
     concurrency: int
     ttft_ms: float
-    """95th percentile of the time to first token; `itl_ms` is that of the inter-token latency."""
+    """95th percentile of the time to first token, in milliseconds; `itl_ms` is that of the inter-token
+    latency."""
     itl_ms: float
     tok_s: float
     good_s: float = 0.0
-    """Requests per second of which the first token and the mean time per output token keep the limits."""
+    """Requests per second whose first token and mean time per output token keep the limits."""
 
     def limit(self, ttft_ms: float, itl_ms: float) -> str:
         """Return the limits that the point does not keep, as text."""

@@ -89,8 +89,9 @@ def check_vocabulary(
     target_vocab: Mapping[str, int] | None,
     draft_vocab: Mapping[str, int] | None,
 ) -> None:
-    """Raise if the draft model has another vocabulary than the target. If both tokenizers are available,
-    their tokens are compared, and the number of unused ids may differ."""
+    """Raise a ConfigError if a separate draft model has another vocabulary than the target. If both
+    tokenizers are available (as {token: id}), their tokens are compared, and the number of unused ids may
+    differ."""
     if draft.method != "draft_model":
         return
     if target_vocab is None or draft_vocab is None:

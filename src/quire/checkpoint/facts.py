@@ -13,7 +13,7 @@ class RopeFacts:
     dim: int = 0
     """Number of rotated dimensions per head."""
     max_len: int = 2048
-    """The checkpoint's max_position_embeddings."""
+    """The checkpoint's max_position_embeddings, in tokens."""
     kind: str = "default"
     """Type of frequency scaling: default | linear | dynamic | llama3 | yarn | longrope | factors (any
     divisors) | none (no rotation)"""
@@ -337,8 +337,8 @@ class MediaFacts:
     """Whether all prompt tokens of a request with multimodal items attend in both directions. If so, chunked
     prefill must not split the prompt."""
     num_cross_states: int = 0
-    """Number of encoder states that all tokens cross-attend to (Whisper). The prompt of such a model has one
-    multimodal item and no placeholder tokens. 0: no cross-attention."""
+    """Number of encoder hidden states that all tokens cross-attend to (Whisper). The prompt of such a model
+    has one multimodal item and no placeholder tokens. 0: no cross-attention."""
     scale: float = 1.0
     """Factor on the embeddings of multimodal items, for decoders that scale their input embeddings."""
     transcribes: bool = False
@@ -378,7 +378,7 @@ class ArchFacts:
     """Size of a value head if it is smaller than a key head; 0: both have the same size. The KV cache stores
     values padded to the size of keys."""
     max_len: int = 2048
-    """Maximum sequence length of the checkpoint, rope scaling included."""
+    """Maximum sequence length of the checkpoint in tokens, rope scaling included."""
     activation: str = "silu"
     """Name of an activation in `kernels/reference/activations.py`."""
     norm: str = "rms"

@@ -151,7 +151,7 @@ def is_default_model(model: str | None) -> bool:
 
 def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
     """Return the directory of a LoRA adapter of the hub, which is downloaded unless the local cache has it.
-    `check` is called with the download size in bytes before the download."""
+    `check` gets the size of the files on the hub in bytes first, and may raise to prevent the download."""
     return _Hub(repo, progress=False, what="adapter").adapter(check)
 
 
@@ -233,7 +233,8 @@ class _Store:
         )
 
     def find(self, wanted: list[str], load_format: str, needs_config: bool) -> ModelFiles:
-        """Return the local directory or .gguf file of the model."""
+        """Return the files of the model. A .gguf file is downloaded now; of a directory, all files but the
+        weights."""
         parts = self._parts or self._choose_gguf(needs_config)
         if missing := [part for part in parts if part not in self._folder.files]:
             raise ConfigError(f"{self.name!r} cannot be loaded: {', '.join(missing)} does not exist there")

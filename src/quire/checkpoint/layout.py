@@ -22,8 +22,8 @@ SCALE_BYTES = 4
 ROW_KINDS = ("state", "cross_attention")
 """Values of `CacheSpec.kind` for caches with a fixed size per row (running request)."""
 _PLACEHOLDER_BYTES = 4
-"""Bytes per running request of the unused placeholder state of a layer whose cache is in transformers; such a
-layer has no pages."""
+"""Bytes of the unused placeholder state, per running request, of a layer whose cache is in transformers; such
+a layer has no pages."""
 CROSS_BLOCK_SIZE = 16
 """Block size of cross-attention states; the number of states is rounded up to a multiple of this size."""
 
@@ -158,8 +158,8 @@ class CacheLayout:
 
     @property
     def _pages(self) -> dict[tuple[int, int], int]:
-        """Map each page size to its number of slabs (cache tensors): the largest number of layers with this
-        page size in one group."""
+        """Map each page size, as (planes, elements per token and plane), to its number of slabs (cache
+        tensors): the largest number of layers with this page size in one group."""
         most = Counter[tuple[int, int]]()
         for group in self.groups:
             most |= Counter(self._page(layer) for layer in group.layers)
@@ -186,8 +186,8 @@ class CacheLayout:
         return replace(self, groups=tuple(groups))
 
     def row_bytes(self, bytes_per_number: int) -> int:
-        """Return the bytes of one row (running request) besides its pages: SSM states and cross-attention
-        states."""
+        """Return the bytes of one row (running request) besides its pages: SSM states, and cross-attention
+        states of `bytes_per_number` bytes per value."""
         return row_bytes(self.specs, bytes_per_number, self.states_per_row)
 
     @property
@@ -200,7 +200,8 @@ class CacheLayout:
         return sum(self.slabs) * block_size * bytes_per_number
 
     def blocks_of(self, num_tokens: int, *, block_size: int, max_chunk: int) -> int:
-        """Return the largest number of blocks that a request of `num_tokens` needs at any time."""
+        """Return the largest number of KV blocks, over all groups, that a request of `num_tokens` needs at
+        any time; `max_chunk` is the largest prefill chunk in tokens."""
         sizes = {"block_size": block_size, "max_chunk": max_chunk}
         return sum(most_blocks(num_tokens, group.window, **sizes) for group in self.groups)
 

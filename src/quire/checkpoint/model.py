@@ -51,7 +51,7 @@ class Checkpoint:
     dtype: str
     """float32, float16 or bfloat16, from the checkpoint; float32 for a GGUF file."""
     derived_max_len: int
-    """Maximum sequence length of the checkpoint, rope scaling included."""
+    """Maximum sequence length of the checkpoint in tokens, rope scaling included."""
     bos_id: int | None
     eos_ids: tuple[int, ...]
     """Token ids that end generation; the primary one first."""

@@ -91,7 +91,7 @@ class StoreFolder:
 
     A copy is stored under `blobs` by name, size and version. `snapshots` has one directory of links for each
     listing, so that files of different versions are never mixed. `listing.json` is the newest listing, which
-    offline mode uses. A lock ensures that only one process of a machine downloads at a time.
+    offline mode uses. One process of a machine downloads at a time; others wait.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class StoredPooling:
     type: str | None = None
     normalize: bool | None = None
     max_len: int | None = None
-    """Maximum sequence length of sentence-transformers."""
+    """Maximum sequence length in tokens that sentence-transformers sets; None: not set."""
     labels: tuple[str, ...] = ()
     activation: str | None = None
     """Classifiers: activation that turns logits into scores."""
@@ -128,7 +128,7 @@ class PoolingFacts:
     two_way: bool = False
     instructions: tuple[tuple[str, str], ...] = ()
     token_types: int = 0
-    """Number of token types that the model expects in prompts; 0: none."""
+    """Number of token types (segment ids) that the model expects in prompts; 0: none."""
     projection: int = 0
     dense: tuple[DenseFacts, ...] = ()
     task_heads: tuple[TaskHead, ...] = ()
@@ -288,7 +288,8 @@ def resolve_pooling(
     convert: str = "auto",
     pooler: Mapping[str, Any] | None = None,
 ) -> PoolingFacts | None:
-    """Merge the user's and the checkpoint's pooling settings; return None for an engine that generates."""
+    """Return the pooling settings of the engine, merged from the user's and the checkpoint's; None for an
+    engine that generates text."""
     if not _pools(stored, is_encoder, runner, convert):
         return None
     requested = _check_pooler_config(pooler or {})

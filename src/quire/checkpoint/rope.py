@@ -174,8 +174,8 @@ def _sections(rope: ConfigReader, dim: int) -> tuple[int, ...]:
 
 
 def max_len_of(keys: ConfigReader) -> int:
-    """Return the maximum sequence length in config.json, without rope scaling; FALLBACK_MAX_LEN if there is
-    none."""
+    """Return the maximum sequence length in config.json in tokens, without rope scaling; FALLBACK_MAX_LEN if
+    there is none."""
     lengths = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
     if not lengths:
         warn_once(

@@ -33,7 +33,7 @@ class TaskHead:
     """How the outputs of all tokens of a text are combined: `max` or `sum`; empty: the pooling type selects a
     hidden state."""
     skipped_ids: tuple[int, ...] = ()
-    """Special tokens that have no output."""
+    """Ids of special tokens that have no output."""
     file: str = ""
     """File of the layer's weights; empty: they are in the model's weight files."""
 

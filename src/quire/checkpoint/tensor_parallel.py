@@ -51,8 +51,8 @@ def _has_dense(facts: ArchFacts) -> bool:
 
 
 def check_divisible(facts: ArchFacts, size: int, *, with_experts: bool = True) -> None:
-    """Raise if layers cannot be divided evenly between `size` ranks; `with_experts`: whether each expert is
-    divided, too."""
+    """Raise a ConfigError if layers cannot be divided evenly between `size` ranks. `with_experts`: whether
+    each expert is divided too (tensor parallel), not kept whole on one rank (expert parallel)."""
     if size == 1:
         return
     if facts.borrowed is not None:
@@ -73,8 +73,8 @@ def check_divisible(facts: ArchFacts, size: int, *, with_experts: bool = True) -
 
 
 def shard_facts(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFacts:
-    """Return the facts of one rank's shard of the model; `with_experts`: whether each expert is divided,
-    too."""
+    """Return the facts of one rank's shard of the model. `with_experts`: whether each expert is divided too
+    (tensor parallel), not kept whole on one rank (expert parallel)."""
     if size == 1:
         return facts
     moe, state = facts.moe, facts.state

@@ -37,7 +37,7 @@ _UNGATED = {
 
 
 class LayerWeights(NamedTuple):
-    """Numbers of parameters of one layer."""
+    """Numbers of parameters (not bytes) of one layer, by part."""
 
     mixer: int
     """Parameters of the token mixer: attention or SSM."""
@@ -54,7 +54,7 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Numbers of parameters of a model."""
+    """Numbers of parameters (not bytes) of a model, by part."""
 
     embedding: int
     head: int

@@ -294,7 +294,7 @@ def _check_nodes(args: Mapping[str, Any], backend: str, machine: Machine, world:
 def _resolve_stages(
     parallel: ParallelSection, facts: ArchFacts, env: Env, values: Mapping[str, Any], *, pools: bool
 ) -> ParallelSection:
-    """Check whether the model can be divided into pipeline stages, and resolve their layers."""
+    """Return the section with the layers of each pipeline stage; raise if the model cannot be divided."""
     count = parallel.pipeline_parallel_size
     if count == 1:
         return replace(parallel, pp_layer_partition="")
@@ -406,7 +406,7 @@ def _resolve_cache(
 
 
 def _divide_cpu_memory(cache: CacheSection, parallel: ParallelSection) -> CacheSection:
-    """Divide the memory share among the ranks on one CPU, which share its memory."""
+    """Return the section with gpu_memory_utilization divided by the number of ranks that share a CPU."""
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     ranks *= max(parallel.data_parallel_size_local or 1, 1)
     if parallel.device != "cpu" or ranks == 1:

@@ -38,9 +38,9 @@ class StoreLimits:
     """Limits of the responses that /v1/responses stores."""
 
     max_count: int = 4096
-    """Most responses that are kept."""
+    """Maximum number of kept responses; above it, the oldest ones that do not run are dropped."""
     max_bytes: int = 256 << 20
-    """Most bytes of kept responses."""
+    """Maximum bytes of all kept responses; above it, the oldest ones that do not run are dropped."""
     ttl_s: float = 86400.0
     """Seconds that a finished response is kept."""
 

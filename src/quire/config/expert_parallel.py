@@ -88,7 +88,8 @@ def with_experts(
     parallel: ParallelSection, facts: ArchFacts, args: dict[str, Any], *, pools: bool
 ) -> ParallelSection:
     """Return the settings with the name of Quire's all-to-all backend and, if all engines are on this
-    machine, a free port. Raise if the model does not support expert parallelism with these settings."""
+    machine, a free data_parallel_rpc_port. Raise if the model or a setting does not support expert
+    parallelism."""
     parallel = replace(parallel, all2all_backend=_resolve_backend(parallel.all2all_backend))
     eplb = Eplb.of(parallel)
     if not parallel.enable_expert_parallel:

@@ -8,14 +8,15 @@ Strategy = Literal["linear", "round_robin"]
 
 
 class Placement(NamedTuple):
-    """The experts of a layer by device, in slot order. An expert may have replicas on several devices, at
-    most one per device."""
+    """Placement of the experts of an MoE layer: `by_rank[rank][slot]` is the expert in a slot of a device. An
+    expert may have replicas on several devices, at most one per device."""
 
     by_rank: tuple[tuple[int, ...], ...]
 
     @property
     def num_slots(self) -> int:
-        """Return the most slots of any device; a slot's global number is rank * num_slots + slot."""
+        """Return the largest number of expert slots of a device; a slot's global number is rank * num_slots +
+        slot."""
         return max(map(len, self.by_rank))
 
     def replicas(self, num_experts: int) -> list[list[int]]:
@@ -76,7 +77,8 @@ def balance(
 
 
 def _assign(shares: list[float], counts: list[int], num_ranks: int) -> list[list[int]]:
-    """Assign `counts` replicas of each expert, equally many per device and no two on one device."""
+    """Assign `counts[e]` replicas of each expert e to devices, equally many per device and no two on one
+    device. `shares[e]` is the load of one replica. Return the experts of each device."""
     num_slots = sum(counts) // num_ranks
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
@@ -118,7 +120,8 @@ def _keep_slots(after: Placement, before: Placement) -> Placement:
 
 
 def imbalance(placement: Placement, loads: Sequence[float]) -> float:
-    """Return the highest load of a device divided by the mean; replicas share a load equally."""
+    """Return the highest load of a device divided by the mean load of all devices; replicas share the load of
+    an expert equally."""
     counts = [len(places) for places in placement.replicas(len(loads))]
     by_rank = [sum(loads[expert] / counts[expert] for expert in experts) for experts in placement.by_rank]
     mean = sum(by_rank) / len(by_rank)

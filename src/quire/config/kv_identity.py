@@ -67,7 +67,8 @@ def _short(value: Any) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the weight files and the configuration of a model."""
+    """Return the weight files and the JSON files of a model, sorted; `path` is its directory or .gguf
+    file."""
     if path.is_file():
         first = path.name.partition("-00001-of-")[0]
         files = [file for file in path.parent.glob("*.gguf") if file.name.startswith(first)]

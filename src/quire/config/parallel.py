@@ -36,8 +36,9 @@ class Rank:
 
 
 def stage_layers(num_layers: int, num_stages: int, partition: str = "") -> list[range]:
-    """Return the layers of each stage, by `partition` ("8,8,6") or evenly. Remaining layers go to the stages
-    before the last stage, from the end, since the last stage also has the output head."""
+    """Return the indices of the layers of each pipeline stage, by `partition` ("8,8,6") or evenly. Remaining
+    layers go to the stages before the last stage, from the end, since the last stage also has the output
+    head."""
     counts = _parse_partition(partition, num_layers, num_stages) if partition else []
     if not counts:
         if num_layers < num_stages:

@@ -124,13 +124,13 @@ class CacheSection:
     """Share of the device's memory for weights, activations and KV cache. Default: 0.92. On a CPU, setting it
     also lifts kv_cache_memory_limit."""
     kv_cache_memory_bytes: Annotated[int | None, FieldRule(at_least=1, human=True)] = None
-    """Exact size of the KV cache, instead of measuring free memory."""
+    """Exact size of the KV cache of each device in bytes, instead of measuring free memory."""
     kv_cache_memory_limit: Annotated[int | None, FieldRule(derived=True)] = None
     """Upper bound in bytes of a measured KV cache, None for none. On a CPU without a flag that sizes the
     cache it is 4 GiB, or QUIRE_CPU_KVCACHE_SPACE in GiB. The cache is the smaller of this and
     gpu_memory_utilization of the memory that is free after the model is loaded."""
     num_gpu_blocks_override: Annotated[int | None, FieldRule(at_least=2)] = None
-    """Exact number of blocks, instead of measuring; for tests of preemption."""
+    """Exact number of KV cache blocks, instead of measuring free memory; for tests of preemption."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prefixes between requests, and SSM states after them. Default: on, unless
     all layers have SSM states instead of KV blocks."""
@@ -196,7 +196,7 @@ class SchedulerSection:
     scheduler_reserve_full_isl: bool = True
     """Admit a request only when the cache has room for its whole prompt."""
     watermark: Annotated[float, FieldRule(at_least=0, below=1)] = 0.0
-    """Share of the blocks kept free when a request is admitted."""
+    """Share of the KV cache blocks that must stay free when a request is admitted."""
     stream_interval: Annotated[int, FieldRule(at_least=1)] = 1
     """Tokens between two chunks of a streamed answer."""
     resume_requests: bool = True

@@ -47,8 +47,8 @@ class HttpSection:
     """Maximum open connections of each API process; more are answered with 503. Default: seven
     eighths of the open-file limit of the process, at most 65536."""
     max_connections_per_address: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Maximum connections from one IPv4 address or IPv6 /64 network. Default: three quarters of
-    max_connections."""
+    """Maximum connections of each API process from one IPv4 address or IPv6 /64 network; more are refused.
+    Default: three quarters of max_connections."""
     shutdown_timeout: Annotated[float, FieldRule(at_least=0)] = 30.0
     """Seconds that running requests have to finish at shutdown; 0 aborts them at once."""
     health_timeout: Annotated[float, FieldRule(above=0)] = 30.0

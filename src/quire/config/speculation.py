@@ -44,7 +44,7 @@ class SpecFacts:
     revision: str | None = None
     quantization: str | None = None
     max_model_len: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Longest sequence that the draft model is used for."""
+    """Longest sequence, in tokens, that the draft model is used for."""
     draft_tensor_parallel_size: Annotated[int | None, FieldRule(at_least=1)] = None
     enforce_eager: bool | None = None
     attention_backend: str | None = None
@@ -55,7 +55,7 @@ class SpecFacts:
     num_speculative_tokens_per_batch_size: Annotated[
         tuple[tuple[int, int, int], ...], FieldRule(derived=True)
     ] = ()
-    """Most draft tokens by range of batch sizes: (first size, last size, most draft tokens)."""
+    """Most draft tokens of a request, by range of batch sizes: (first size, last size, most draft tokens)."""
     parallel_drafting: bool = False
     use_heterogeneous_vocab: bool = False
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"

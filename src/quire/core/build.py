@@ -37,8 +37,9 @@ checkpoint needs a step of its own, which takes longer than recomputing fewer to
 def build_core(
     config: EngineConfig, grammars: Grammars | None = None, token: str | None = None
 ) -> tuple[EngineCore, CacheSize]:
-    """Start the executor, then build a scheduler over its KV blocks. `grammars` may be shared with the
-    request validation; `token` is the secret of engines that step together."""
+    """Start the executor, then build a scheduler over its KV blocks; return the core and the size of its
+    cache. `grammars` may be shared with the request validation; `token` is the secret of engines that step
+    together."""
     limit_thread_spinning()
     config = with_largest(config)
     lockstep = open_lockstep(config.parallel, token)
@@ -85,8 +86,8 @@ def build_core(
 
 
 def with_largest(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with the number of embeddings of the largest possible item of each
-    modality."""
+    """Return the configuration with `largest_items` set: the number of encoder embeddings of the largest
+    possible item of each modality (image, video, audio)."""
     media = config.checkpoint.facts.media
     if media is None:
         return config

@@ -22,7 +22,8 @@ MAX_QUEUED_BYTES = 32 << 20
 
 
 class Queue:
-    """Messages that ZMQ could not send yet, in order, each with the ids of the requests that it ends."""
+    """Messages to one client that ZMQ could not send yet, in order, each with the ids of the requests that it
+    ends."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -117,7 +118,8 @@ class Clients:
             self._ignore("a Hello with another token")
 
     def send(self, client: bytes, message: FromCore) -> None:
-        """Send a message, or queue it if earlier messages are queued or ZMQ's buffer is full."""
+        """Send a message to a client, or queue it if earlier messages are queued or ZMQ's buffer is full. If
+        the queue exceeds its limit, all requests of the client are aborted. Never blocks."""
         data = encode(message)
         if client not in self.queues and self._offer(client, data):
             return
@@ -148,7 +150,8 @@ class Clients:
         """Replace a full queue by one message, which ends all requests of the client with an error."""
         owned = self._owned(client)
         log.error(
-            "An API process does not read: %d messages (%d bytes) are queued. Its %d requests are aborted",
+            "An API process does not read the outputs of this core: %d messages (%d bytes) are queued. "
+            "Its %d requests are aborted",
             len(queue),
             queue.num_bytes,
             len(owned),

@@ -57,7 +57,8 @@ class Operator:
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """Return the methods that clients call by name. Some return `Work`, which the caller must run."""
+        """Return, by name, the methods that clients may call. Some return `Work`, which the caller must
+        run."""
         core = self.core
         return {
             "reset_prefix_cache": core.reset_prefix_cache,
@@ -185,7 +186,7 @@ class Operator:
             raise EngineError(
                 f"{method} failed, and the engine is asleep; try again, or call wake_up: {error}"
             ) from error
-        log.info("The call of %s took %.2f s", method, time.monotonic() - started)
+        log.info("The call of the worker method %s took %.2f s", method, time.monotonic() - started)
 
     # ---- adapters
 
@@ -218,7 +219,8 @@ class Operator:
     # ---- weight updates
 
     def call_weights(self, action: str, **info: Any) -> Work:
-        """Run a part of a weight update on the workers. Steps use the old weights until `commit_weights`."""
+        """Call the method `action` of each worker's weight updater with the values of `info`; the result is a
+        list by rank. Steps use the old weights until `commit_weights`."""
         if self.core.pause_state.asleep:
             raise RequestError("the engine sleeps: wake it up first")
         yield from self._wait_for_masks()
@@ -280,7 +282,7 @@ class Operator:
             self.core.sample_tokens()
 
     def abort(self, request_ids: Iterable[str]) -> int:
-        """End the requests with these client-visible ids; return the number of aborted sequences."""
+        """End the requests with these ids, as clients know them; return the number of aborted sequences."""
         wanted, inside = set(request_ids), [*self.core.scheduler.requests, *self.core.pause_state.outside]
         ended = self.core.abort([id for id in inside if wanted & set(_names_of(id))])
         self._end(ended)

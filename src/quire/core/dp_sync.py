@@ -41,7 +41,8 @@ class SyncHello(msgspec.Struct, tag="hello", array_like=True):
 
 
 class Count(msgspec.Struct, tag="count", array_like=True):
-    """Message of an engine to the hub: the number of tokens of its next step in a round."""
+    """Message of an engine to the hub (the first engine): the number of tokens of its next step in a
+    round."""
 
     round: int
     num_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -133,7 +134,7 @@ class Lockstep:
             ) from error
 
     def _meet(self) -> None:
-        """Wait until every engine is connected."""
+        """Wait until every engine is connected; raise EngineDead after a timeout."""
         deadline = time.monotonic() + self._timeout_s
         if self.rank:
             self._greet(deadline)
@@ -214,7 +215,10 @@ class Lockstep:
             if self.rank == 0:
                 lost = [fd for fd in lost if fd in fds]
             if lost and not self._leaving.wait(0.2):
-                log.error("An engine with some of the experts is gone: engine %d ends as well", self.rank)
+                log.error(
+                    "An engine core with other experts disconnected: engine core %d ends as well",
+                    self.rank,
+                )
                 self._end()
 
     def _end(self) -> None:
@@ -243,14 +247,15 @@ class Lockstep:
 
     @property
     def is_called(self) -> bool:
-        """Whether other engines have begun a round."""
+        """Whether other engines have begun a round that this engine has not joined yet; does not wait."""
         while self.socket.poll(0):
             self._handle(self.socket.recv_multipart())
         return self._is_called
 
     def join_round(self, plan: StepPlan | None) -> StepPlan | None:
-        """Return the plan with the token counts of all engines. If only other engines have work, return a
-        plan without rows; if no engine has work, return None."""
+        """Exchange token counts with all engines, which waits for each of them, and return the plan with the
+        counts. If only other engines have work, return a plan without rows; if no engine has work, return
+        None."""
         counts = self._exchange(0 if plan is None else plan.total_tokens)
         if not any(counts):
             assert plan is None
@@ -340,7 +345,8 @@ class Lockstep:
 
 
 def open_lockstep(parallel: ParallelSection, token: str | None = None) -> Lockstep | None:
-    """Connect to the engines that share experts with this one; return None for an engine that steps alone.
+    """Connect to the engines that share experts with this one and wait for them; return None for an engine
+    that steps alone.
 
     Without a `token`, the token of this machine's environment or user is used.
     """

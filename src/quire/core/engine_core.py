@@ -19,7 +19,7 @@ LOOK_S = 0.002
 
 
 class EngineCore:
-    """Connects the scheduler and the executor."""
+    """The engine core: plans steps with the scheduler, and runs them on the workers through the executor."""
 
     def __init__(
         self, executor: Executor, scheduler: Scheduler, *, depth: int = 1, lockstep: Lockstep | None = None
@@ -49,7 +49,7 @@ class EngineCore:
         return self.pause_state.drop(ids) | self.scheduler.abort(ids)
 
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
-        """Launch the next steps. Return the output of the oldest step, or None if it is not done in time."""
+        """Launch steps; return the output of the oldest, or None if it takes over `timeout_s` (if set)."""
         while True:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())

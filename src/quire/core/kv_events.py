@@ -90,7 +90,8 @@ class EventPublisher:
         return socket
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queue a batch. A dropped batch leaves a gap in the sequence numbers, so that subscribers notice."""
+        """Queue a batch of events, or drop it if the queue is full. A dropped batch leaves a gap in the
+        sequence numbers, so that subscribers notice."""
         batch = self._next, self._clock(), events
         self._next += 1
         try:
@@ -129,7 +130,7 @@ class EventPublisher:
                 self._send(batch)
                 self._answer_replays()
         except Exception:
-            log.exception("KV events are not published any more")
+            log.exception("Publishing KV events failed: this engine core publishes no more until a restart")
         finally:
             self._context.destroy(linger=int(CLOSE_S * 1000))
 

@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 
 class ExecutorCopies:
-    """Copies of blocks by the workers of an executor."""
+    """Copies KV cache entries between the device and the lower tiers, by calls of an executor's workers."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -38,7 +38,8 @@ class ExecutorCopies:
 
 
 def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTiers:
-    """Open the tiers on all workers. An entry is in a tier only if every worker has its part."""
+    """Open the lower tiers of the KV cache on all workers, and return them as the KV manager uses them. An
+    entry is in a tier only if every worker has its part."""
     cache = config.cache
     page_bytes, state_bytes = map(sum, zip(*executor.call("describe_tiers"), strict=True))
     pages = EntryTiers(kv.pool, page_bytes) if kv.has_pages else None
@@ -84,7 +85,8 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
 
 
 def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> float:
-    """Return the default size of the host tier in GiB; 0 if one entry of each kind would not fit."""
+    """Return the default size of the host tier in GiB; 0 if one entry of each kind would not fit. `free` is
+    the free host memory in bytes."""
     parallel = config.parallel
     num_bytes = default_host_bytes(
         free,
@@ -96,7 +98,7 @@ def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> fl
 
 
 def _log_sizes(place: str | None, kinds: list[tuple[EntryTiers, TierIndex | None]], kv: KVManager) -> None:
-    """Log the capacity of a tier, and how much of it is filled."""
+    """Log the capacity of the tier in `place` (host memory or a directory), and how much of it is filled."""
     texts, num_bytes = list[str](), 0
     for kind, tier in kinds:
         if tier is None:

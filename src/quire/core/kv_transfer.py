@@ -80,14 +80,15 @@ class OfferServer:
                 try:
                     answer, data = self._answer(message, offers, executor)
                 except Exception as error:  # the other engine computes the prefix itself
-                    log.exception("A prefix could not be read for another engine")
+                    log.exception("A prefix could not be read for another engine, which computes it itself")
                     answer, data = EntriesRead(problem=f"an error there: {error!r:.200}"), None
                 self._socket.send_multipart([client, _encode(answer), *([] if data is None else [data])])
 
     def _answer(
         self, message: ReadEntries, offers: KVOffers, executor: Executor
     ) -> tuple[EntriesRead, Any | None]:
-        """Return the answer to a message, and the entries unless they are in shared memory."""
+        """Return the answer to a message, and the bytes of the entries; None if these were written to memory
+        shared with the other engine, or if none was found."""
         if message.layout != self._digest:
             return EntriesRead(layout=self._layout), None
         memory = open_memory(message.memory, message.nonce) if message.memory else None

@@ -49,6 +49,7 @@ class PauseState:
         return self.level if self.asleep == set(MEMORY) and not self.is_unsure else 0
 
     def drop(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
-        """Abort the requests with these ids that wait outside."""
+        """Abort the requests with these ids that have arrived during the pause; return the finish reasons by
+        id."""
         dropped = [id for id in request_ids if self.outside.pop(id, None) is not None]
         return {id: FinishReason("abort") for id in dropped}

@@ -86,7 +86,8 @@ def run_core(config: EngineConfig, facts: CoreFacts, parent: Connection) -> None
 
 
 def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
-    """Assign GPUs to this core if several cores share the machine, before torch is imported."""
+    """Set CUDA_VISIBLE_DEVICES to the GPUs of this core if several cores share the machine. Must be called
+    before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if config.machine.device == "cuda" and facts.num_local > 1 and not shared:
         count = world_size(config.parallel)
@@ -97,7 +98,8 @@ def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
 
 
 class CoreServer:
-    """Reads messages between steps, never during a step, and sends the outputs of steps."""
+    """The main loop of an engine core process: reads client messages between steps, never during a step, and
+    sends the outputs of steps."""
 
     def __init__(
         self,
@@ -111,7 +113,8 @@ class CoreServer:
         token: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the server. `kept_bytes` limits the cache of media that the API server process has sent."""
+        """Build the server. `kept_bytes` is the size limit, in bytes, of the cache of media that the API
+        server process has sent."""
         self.core = core
         self._clock = clock
         self.ready = ready
@@ -138,7 +141,7 @@ class CoreServer:
             self.turn()
 
     def turn(self) -> None:
-        """Read messages, run a step, send a heartbeat."""
+        """Run one iteration of the loop: read messages, run a step, send a heartbeat."""
         self._receive()
         self.rpc.turn()
         if self.core.has_work and not self.rpc.is_busy:

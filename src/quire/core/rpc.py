@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 
 class RpcJob:
-    """A call of the workers in a thread, so that the core stays responsive."""
+    """A function that calls the workers, run in a new thread so that the core stays responsive."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
@@ -74,7 +74,8 @@ class CoreRpc:
         self.turn()
 
     def turn(self) -> None:
-        """Continue all open calls, and answer the calls that are done."""
+        """Continue each open control call until it waits for something, and answer the calls that are
+        done."""
         for entry in list(self._open_calls):
             client, call, work = entry
             try:
@@ -90,7 +91,8 @@ class CoreRpc:
             self._send(client, _check_encodable(reply))
 
     def _work(self, call: ControlCall) -> Work:
-        """Run a call and return its result. Its functions for the workers run in a thread."""
+        """Run a control call and return its result. The functions that it yields for the workers run in a
+        thread."""
         result = self._calls[call.method](**call.args)
         if not isinstance(result, Generator):
             return result

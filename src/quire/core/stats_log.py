@@ -33,7 +33,7 @@ class StatsTotals:
         self.num_generated += stats.num_sampled_tokens
 
     def rates(self) -> tuple[float, float]:
-        """Return prompt and generated tokens per second."""
+        """Return the prompt tokens and the generated tokens per second since the creation."""
         age_s = max(self.age_s, 1e-6)
         return self.num_prompt / age_s, self.num_generated / age_s
 
@@ -95,7 +95,8 @@ class StatsLog:
             self._lookups.append((stats.prefix_hits, stats.prefix_queries))
 
     def tick(self, now: StepStats) -> None:
-        """Log a line if `interval_s` seconds have passed since the last; `now` has the current gauges."""
+        """Log a line if `interval_s` seconds have passed since the last one. `now` has the current gauges,
+        such as the number of running requests."""
         tally = self._interval
         if tally.age_s < self.interval_s:
             return

@@ -110,7 +110,7 @@ class StepQueue:
             except EngineDead:
                 raise
             except Exception as error:
-                log.debug("The next step failed as well: %s", error)
+                log.debug("A step that was launched before the failure failed as well: %s", error)
 
     def clear(self) -> None:
         """Drop the steps in flight without reading their results."""

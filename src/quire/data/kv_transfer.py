@@ -13,10 +13,10 @@ from quire.errors import RequestError
 FIELD = "kv_transfer_params"
 """Name of the field in request bodies, and its key in `extra_args` of the sampling parameters."""
 MAX_KEYS = 1024
-"""Most KV cache entries that are read with one message."""
+"""Maximum number of KV cache entries that one `ReadEntries` message requests."""
 NONCE_BYTES = 32
 DATA_START = 64
-"""Byte offset in shared memory at which the entries begin; the nonce is at the start of the memory."""
+"""Byte offset of the KV cache entries in the shared memory of a transfer, which begins with a nonce."""
 _MAX_TEXT = 512
 
 Text = Annotated[str, Meta(max_length=_MAX_TEXT)]

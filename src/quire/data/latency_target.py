@@ -7,9 +7,9 @@ class LatencyTarget(msgspec.Struct, frozen=True):
     """Targets of a request in seconds; 0 stands for none."""
 
     ttft_s: float = 0.0
-    """Time to the first token."""
+    """Target of the time to the first token."""
     itl_s: float = 0.0
-    """Time between two tokens."""
+    """Target of the time between two tokens of the output."""
 
     @classmethod
     def of(cls, ttft_ms: float | None, itl_ms: float | None) -> "LatencyTarget":
@@ -20,8 +20,8 @@ class LatencyTarget(msgspec.Struct, frozen=True):
         return bool(self.ttft_s or self.itl_s)
 
     def relaxed(self, ttft_ms: float | None, itl_ms: float | None) -> "LatencyTarget":
-        """Return the targets with later ones of a client, in milliseconds; earlier ones have no effect, since
-        they would delay other requests."""
+        """Return the targets, extended to those of a client (milliseconds) where they are longer. Shorter
+        ones have no effect, since they would delay other requests."""
         return LatencyTarget(_later(self.ttft_s, ttft_ms), _later(self.itl_s, itl_ms))
 
 

@@ -8,11 +8,11 @@ V = TypeVar("V")
 
 
 class Lru(Generic[V]):
-    """Evicts the least recently used values above `max_bytes`. Two caches with the same calls in the same
-    order have the same keys."""
+    """A cache that evicts the least recently used values when all values together exceed `max_bytes`. Two
+    caches with the same calls in the same order have the same keys."""
 
     def __init__(self, max_bytes: int, on_drop: Callable[[V], None] = lambda value: None) -> None:
-        """`on_drop` is called for each removed value."""
+        """Create an empty cache. `on_drop` is called for each value that is evicted, replaced or removed."""
         self.max_bytes = max_bytes
         self._on_drop = on_drop
         self.num_bytes = 0

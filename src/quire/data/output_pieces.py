@@ -16,7 +16,7 @@ class ReasoningPiece(msgspec.Struct, frozen=True):
 
 
 class ToolStart(msgspec.Struct, frozen=True):
-    """Start of a tool call; `index` counts the calls of the answer."""
+    """Start of a tool call: the index of the call in the answer, its id, and the name of the function."""
 
     index: int
     id: str
@@ -24,7 +24,7 @@ class ToolStart(msgspec.Struct, frozen=True):
 
 
 class ToolArguments(msgspec.Struct, frozen=True):
-    """The next part of the JSON arguments of a call."""
+    """The next part of the JSON text of the arguments of tool call number `index`."""
 
     index: int
     text: str

@@ -163,7 +163,7 @@ class CompletionOutput:
 
 @dataclass(init=False)
 class RequestOutput:
-    """A request and its completions so far."""
+    """Output of a request: its prompt, and its completions as they are now."""
 
     request_id: str
     prompt: str | None
@@ -231,7 +231,8 @@ def fast_instance(kind: type[T], **values: Any) -> T:
 
 @dataclass
 class BeamSearchSequence:
-    """One beam: the prompt and its continuation."""
+    """One beam: `tokens` are those of the prompt and its continuation; `logprobs` has an entry for each new
+    token."""
 
     tokens: list[int]
     logprobs: list[LogprobsOnePosition]
@@ -244,6 +245,6 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The best beams of one prompt, the best first."""
+    """The best beams of one prompt, in descending order of their scores."""
 
     sequences: list[BeamSearchSequence]

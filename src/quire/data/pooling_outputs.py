@@ -10,14 +10,14 @@ Out = TypeVar("Out")
 
 @dataclass
 class PoolingOutput:
-    """The pooled data: one vector, or one vector for each token."""
+    """The pooled data: one vector [size], or one vector for each token [tokens, size]."""
 
     data: Floats
 
 
 @dataclass
 class EmbeddingOutput:
-    """Embedding of a text."""
+    """The embedding vector of a text."""
 
     embedding: list[float]
 
@@ -66,7 +66,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """A request and its classes."""
+    """A request and the probabilities of its classes."""
 
     @staticmethod
     def from_base(base: PoolingRequestOutput[PoolingOutput]) -> "ClassificationRequestOutput":
@@ -74,7 +74,7 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """A pair of texts and its score."""
+    """A request with a pair of texts, and the score of the pair."""
 
     @staticmethod
     def from_base(base: PoolingRequestOutput[PoolingOutput]) -> "ScoringRequestOutput":

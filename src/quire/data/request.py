@@ -46,7 +46,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     tenant: int = 0
     """Number of the request's tenant if tokens are shared fairly by API key; 0 for no tenant."""
     weight: float = 1.0
-    """Weight of the tenant's share."""
+    """Weight of the tenant when tokens are divided between API keys."""
     target: LatencyTarget = NO_TARGET
     """Latency targets of the request."""
     pooling: PoolingParams | None = None
@@ -76,7 +76,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     num_prompt_logprobs: int = 0
     """Number of prompt positions with delivered logprobs."""
     num_routed: int = 0
-    """Number of tokens whose MoE experts were delivered, counted from the start of the prompt."""
+    """Number of tokens whose MoE experts were already delivered, counted from the start of the prompt."""
     adapter_digest: bytes = b""
     """Digest of the LoRA adapter, once the adapter is loaded."""
     block_keys: list[bytes] = []

@@ -24,7 +24,7 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     """Bytes of each copy to the device."""
     load_s: float = 0.0
     store_s: float = 0.0
-    """Seconds of the copies to host memory that have ended."""
+    """Seconds that the ended copies to host memory took."""
     disk_bytes: int = 0
     """Bytes that were read from disk."""
     disk_read_s: float = 0.0
@@ -32,7 +32,7 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     """Bytes that were written to disk."""
     disk_write_s: float = 0.0
     num_failed_stores: int = 0
-    """Number of KV blocks that were not stored, because no slot was free."""
+    """Number of KV blocks that were not copied to a lower tier, because no slot was free there."""
     num_failed_loads: int = 0
     """Number of KV blocks that could not be read."""
     num_queries: int = 0
@@ -57,10 +57,10 @@ class Backlog(msgspec.Struct):
     token."""
 
     rate: float = 0.0
-    """Prompt tokens per second; 0: not known yet."""
+    """Prompt tokens that the core computes per second; 0: not known yet."""
     tokens: list[tuple[int, int, int]] = []
-    """Tenant, priority and prompt tokens; the tenant is 0 unless tokens are shared by key, and the priority
-    is 0 unless requests are ordered by it."""
+    """(Tenant, priority, number of prompt tokens), one entry for each tenant and priority. The tenant is 0
+    unless tokens are shared by API key, and the priority is 0 unless requests are ordered by it."""
 
     def wait_s(self, tenant: int, priority: int, num_tokens: int) -> float:
         """Return the expected seconds until a new prompt of `num_tokens` is computed; 0 if that is not
@@ -100,19 +100,19 @@ class StepStats(msgspec.Struct):
     """Reasons of prefix cache misses, of the requests that were first admitted with a miss."""
     num_preempted: int = 0
     num_drafts: int = 0
-    """Number of rows with draft tokens in this step."""
+    """Number of sequences with draft tokens in this step."""
     num_draft_tokens: int = 0
     num_accepted_by_position: list[int] = []
-    """Number of rows that accepted their first draft token, their second, ..."""
+    """Number of sequences in this step that accepted their first draft token, their second, ..."""
     running_adapters: list[str] = []
     """Names of LoRA adapters of running requests."""
     waiting_adapters: list[str] = []
     """Names of LoRA adapters of waiting requests."""
     tiers: TierStats | None = None
-    """None without lower tiers of the KV cache."""
+    """Copies to and from lower tiers of the KV cache; None without lower tiers."""
     weight_version: str = ""
     backlog: Backlog | None = None
-    """None without latency targets."""
+    """Prompt tokens that are still to be computed; None without latency targets."""
 
 
 @dataclass(frozen=True, slots=True)

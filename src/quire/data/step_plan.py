@@ -27,7 +27,8 @@ _NO_BITS: NDArray[np.uint32] = np.empty((0, 0), np.uint32)
 
 
 def spread(starts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the concatenated ranges of `counts[i]` consecutive numbers from `starts[i]` on."""
+    """Return one array that concatenates, for each i, the numbers from `starts[i]` to `starts[i] + counts[i]
+    - 1`."""
     firsts = np.cumsum(counts) - counts
     numbers: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
     return numbers
@@ -280,7 +281,7 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     """Number of consecutive tokens of each request. Empty: one per request."""
     finished: dict[str, FinishReason] = {}
     logprobs: dict[str, list[RowLogprobs]] = {}
-    """Logprobs of the new tokens."""
+    """Logprobs of the new tokens, by request id."""
     drafted: dict[str, int] = {}
     """Number of draft tokens by request. All new tokens but the last are accepted draft tokens."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
@@ -290,11 +291,11 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     routed: dict[str, RoutedRows] = {}
     """MoE experts of the tokens that each request has computed since its last output, by request id."""
     pooled: dict[str, Pooled] = {}
-    """Outputs of a pooling model; these requests are also in `finished`."""
+    """Outputs of a pooling model, by request id; these requests are also in `finished`."""
     admitted: dict[str, FirstRun] = {}
-    """Requests that ran for the first time."""
+    """Facts about the requests that ran for the first time, by request id."""
     resumed: dict[str, float] = {}
-    """Seconds for which each resumed request was preempted."""
+    """Seconds for which each resumed request was preempted, by request id."""
     shares: dict[str, float] = {}
     """By id of each request with `Request.timed`: its share of the duration of the step in seconds, in
     proportion to its tokens."""

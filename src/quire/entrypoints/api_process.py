@@ -75,9 +75,10 @@ def make_engine(
     fleet: Fleet | None = None,
 ) -> AsyncEngine:
     """Build the client of the engine cores for the API process number `index` of `num_api`. `addresses` are
-    those of the cores by rank; one entry stands for all replicas of a `fleet`. Cores accept only clients with
-    their `token`. `prefixes` is the shared map of cached prefixes. With `cores_return`, requests wait until a
-    dead core is restarted. `media_memory` is the path of the shared media cache; empty for none."""
+    the socket addresses of the cores by rank; one entry stands for all replicas of a `fleet`. Cores accept
+    only clients with their `token`. `prefixes` maps cached prefixes for all API processes. With
+    `cores_return`, requests of a dead core wait until it is restarted; otherwise they fail. `media_memory`
+    is the path of the shared media cache; empty for none."""
     facts = _build_facts(config, num_cores=len(addresses))
     num_engines = len(addresses) if fleet is None else FLEET_ENGINES
     cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=num_engines)
@@ -151,8 +152,9 @@ def run_api(
     media_memory: str,
     parent: connection.Connection,
 ) -> None:
-    """Run an API process. `connections` is the socket to accept connections on, or the handle that receives
-    accepted ones. Send None to `parent` when it is ready, or a one-line error."""
+    """Serve HTTP in this API process until it is stopped. `connections` is the listening socket, or the
+    handle that receives accepted connections. Send None to `parent` when the server is ready, or a one-line
+    error. `addresses` and `token` belong to the engine cores."""
     name = f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer"
     with api_process(name, parent, config.broken_plugins):
         names = key_names(settings.keys)
@@ -266,8 +268,8 @@ def announce_ready() -> None:
 async def _report_ready(
     started: "asyncio.Future[Application]", adapter_engine: AsyncEngine | None, parent: connection.Connection
 ) -> None:
-    """Report to `parent` when this process serves and `adapter_engine`, if set, has loaded all LoRA
-    adapters."""
+    """Send None to `parent` once this process accepts requests and `adapter_engine`, if set, has loaded the
+    LoRA adapters of the command line."""
     application = await started
     tune_garbage_collector()
     if adapter_engine is not None:

@@ -27,7 +27,8 @@ T = TypeVar("T", bound=AnyOutput)
 
 
 class AsyncLLMEngine:
-    """Accepts requests and streams their outputs. The first call of a method starts the engine cores."""
+    """Asynchronous engine that streams the outputs of each request. The engine cores are child processes,
+    which the first call of a method starts."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -92,7 +93,7 @@ class AsyncLLMEngine:
         return (await self._engine()).tokenizer
 
     async def check_health(self) -> None:
-        """Raise if the engine cannot answer."""
+        """Raise EngineDead if an engine core is dead or hangs."""
         (await self._engine()).check()
 
     async def reset_prefix_cache(
@@ -120,8 +121,8 @@ class AsyncLLMEngine:
     async def pause_generation(
         self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
     ) -> None:
-        """Pause: running requests are aborted, completed first (`wait`) or continued afterwards (`keep`) by
-        `mode`; new requests wait."""
+        """Pause the engine; new requests wait. By `mode`, running requests are aborted (`abort`), completed
+        first (`wait`) or continued after `resume_generation` (`keep`)."""
         mode = "wait" if wait_for_inflight_requests else mode
         await (await self._operation()).pause(mode, clear_cache=clear_cache)
 
@@ -144,7 +145,7 @@ class AsyncLLMEngine:
         await (await self._operation()).update_weights(transfer_info(request, "update_info"))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Apply the received weights, and drop the cached prefixes of the old ones."""
+        """Apply the received weights as version `weight_version`, and drop the old cached prefixes."""
         await (await self._operation()).finish_weight_update(weight_version)
 
     async def update_weight_version(self, new_version: str) -> None:
@@ -154,7 +155,7 @@ class AsyncLLMEngine:
         return (await self._operation()).weight_version
 
     async def aclose(self) -> None:
-        """Stop the cores; running requests end with them."""
+        """Stop the engine cores and wait until they have ended; running requests fail."""
         self._ended = True
         if self._starting is not None:
             await asyncio.wait([self._starting])

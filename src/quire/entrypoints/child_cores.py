@@ -94,12 +94,13 @@ class ChildCores:
             self.children[rank].start()
 
     async def wait_until_up(self) -> None:
-        """Wait until all processes have started; raise a ConfigError if one cannot."""
+        """Wait until every process reports that it runs; raise a ConfigError if one cannot start."""
         for child in self.children.values():
             await child.await_up()
 
     async def wait_until_ready(self, client: AsyncEngine | CoreRelay | None = None) -> None:
-        """Wait until the client, by default `engine`, is connected to all cores."""
+        """Wait until the client, by default `engine`, is connected to all cores. Raise a ConfigError if a
+        core ends before."""
         ready = asyncio.ensure_future((client or self.engine).ready())
         try:
             while not (await asyncio.wait((ready,), timeout=POLL_S))[0]:
@@ -110,8 +111,8 @@ class ChildCores:
             ready.cancel()
 
     def restart_dead(self, *, restarts: bool = True) -> bool:
-        """Return whether a core is dead. With `restarts`, first restart the dead cores whose backoff has
-        passed."""
+        """Check the cores and return whether one is still dead. With `restarts`, the dead cores whose backoff
+        has passed are started again first."""
         dead = False
         for rank, child in self.children.items():
             if child.look():
@@ -122,7 +123,7 @@ class ChildCores:
         return dead
 
     def end(self) -> None:
-        """End all processes; returns when they have ended."""
+        """Terminate all core processes, and return when they have ended."""
         for child in self.children.values():
             child.end(signal.SIGTERM, KILL_AFTER_S)
         for rank in self.children:

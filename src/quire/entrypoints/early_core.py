@@ -19,8 +19,9 @@ _SINGLE = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size
 
 @contextmanager
 def early_core(values: Mapping[str, Any], http: HttpSection) -> Iterator[WaitingProcess | None]:
-    """Yield a process that imports the engine while it waits for its task, to run the engine core; None if
-    these engine arguments need other processes. Without a task, it ends when the context is left."""
+    """Yield a process that imports the engine while it waits for the task to run the engine core. Yield None
+    if the engine arguments `values` need more processes or a GPU. A process that got no task ends with the
+    context."""
     if not _is_alone(values, http):
         yield None
         return

@@ -178,7 +178,8 @@ class LocalEngine(LLMControl):
     async def _call_core(
         self, method: str, args: dict[str, Any], timeout_s: float | None = None, *, if_ready: bool = False
     ) -> list[Any]:
-        """Call a method of the core in this thread; steps run while the method waits for requests."""
+        """Call a method of the core in this thread and return its result, in a list of one. Steps run while
+        the method waits for requests; `timeout_s` and `if_ready` have no effect."""
         value = self._core_calls[method](**args)
         if isinstance(value, Generator):
             value = run_work(value, self._step_and_hold)
@@ -192,7 +193,8 @@ class LocalEngine(LLMControl):
         self._pending += self._deliver(StepOutput([], [], finished=finished))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> list[AnyOutput]:
-        """Put the engine to sleep; return the last outputs of requests that end before it sleeps."""
+        """Put the engine to sleep, as `LLM.sleep` does; return the last outputs of the requests that end
+        before it sleeps."""
         self._wait(self._operation.sleep(level, mode))
         return self._take_pending()
 

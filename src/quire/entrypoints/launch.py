@@ -185,7 +185,7 @@ class Supervisor:
         return self.context.Process(target=_run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
-        """Run until a signal ends it; return the exit code."""
+        """Start all processes and supervise them until a signal or an error; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._warn_about_threads()
@@ -258,7 +258,7 @@ class Supervisor:
         self.stopping = True
 
     def _handle_events(self) -> None:
-        """Wait for an event of the children, and handle it."""
+        """Wait at most 0.1 s for an event of the child processes or a new connection, and handle it."""
         children = self._children
         events: list[Any] = [child.process.sentinel for child in children if child.process is not None]
         events += [child.says for child in children if child.says is not None]
@@ -275,7 +275,7 @@ class Supervisor:
             self.stopping = self.stopping or self.announcer.ends
 
     def _restart(self, children: Sequence[Child]) -> None:
-        """Detect children that have ended, and restart children after their backoff."""
+        """Detect child processes that have ended, and restart those whose backoff has passed."""
         for child in children:
             child.listen()  # read startup errors before the exits they cause
         for child in children:
@@ -295,8 +295,9 @@ class Supervisor:
         dealer.deal()
 
     def _drain(self) -> int:
-        """Let API servers finish their requests, then stop the cores. The port is free as soon as the API
-        servers close it. A core that dies meanwhile is restarted, since requests may wait for it."""
+        """Let API servers finish their requests for at most `shutdown_timeout` seconds, then stop the cores;
+        return the exit code 0. The API servers free the port at once. A core that dies meanwhile is
+        restarted, since requests may wait for it."""
         self._close_listener()
         if all(child.was_up for child in self._children):
             log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
@@ -338,7 +339,8 @@ def _terminate(children: Iterable[Child]) -> None:
 
 
 def launch(config: EngineConfig, settings: ServerSettings, early: WaitingProcess | None = None) -> int:
-    """Serve until the server is stopped; return the exit code. `early` is the process of the only core."""
+    """Serve a model until the server is stopped; return the exit code. `early` is a process that was
+    started before to run the only engine core; None: start one."""
     http = settings.http
     if config.parallel.nnodes > 1 and http.headless != (config.parallel.node_rank > 0):
         raise ConfigError(

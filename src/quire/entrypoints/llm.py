@@ -105,7 +105,7 @@ class LLM(LLMControl):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generate the reply to one conversation, or to each of several."""
+        """Generate the reply to one conversation, or to each of several; outputs are in their order."""
         conversations = _conversations(messages)
         prompts = [
             chat_prompt(
@@ -243,7 +243,7 @@ class LLM(LLMControl):
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the pooled output of each prompt: an embedding or class scores, for the prompt or for each
-        token."""
+        token. `pooling_task` selects which, such as `embed` or `token_classify`; it is required."""
         pools(self.config.pooling, "LLM.encode()")
         if pooling_task is None:
             raise RequestError(NO_TASK, param="pooling_task")
@@ -323,8 +323,8 @@ class LLM(LLMControl):
         use_tqdm: Progress = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the `beam_width` likeliest continuations of each prompt, running at most `concurrency_limit`
-        prompts at once."""
+        """Return the `beam_width` best continuations of each prompt, best first. At most `concurrency_limit`
+        prompts run at once; None: all."""
         check_supported("call argument", "structured_outputs", params.structured_outputs)
         prompt_list = _as_list(prompts)
         loras = _loras_of(lora_request, len(prompt_list))
@@ -379,7 +379,7 @@ class LLM(LLMControl):
         return SamplingParams(**self._defaults)
 
     def get_metrics(self) -> list[Metric]:
-        """Return a snapshot of every metric. Requires `disable_log_stats=False`."""
+        """Return the present value of every engine metric. Requires `disable_log_stats=False`."""
         if self.llm_engine.metrics is None:
             raise RequestError("metrics are off: construct the LLM with disable_log_stats=False")
         return self.llm_engine.metrics.snapshot()
@@ -431,7 +431,7 @@ def _conversations(messages: Any) -> Sequence[Messages]:
 
 
 def _loras_of(loras: Loras, count: int) -> list[LoRARequest | None]:
-    """Return the adapter of each of `count` prompts."""
+    """Return the LoRA adapter of each of `count` prompts, or None for the base model."""
     if loras is None or isinstance(loras, LoRARequest):
         return [loras] * count
     if not isinstance(loras, Sequence):

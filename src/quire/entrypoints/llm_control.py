@@ -21,7 +21,8 @@ class WeightTransferInitRequest:
 
 @dataclass
 class WeightTransferUpdateRequest:
-    """Request to receive tensors of a trainer. `update_info` describes them, in the form of the backend."""
+    """Request to receive new weights from a trainer. `update_info` describes the tensors; its fields depend
+    on the backend of `weight_transfer_config`."""
 
     update_info: dict[str, Any]
 
@@ -45,8 +46,8 @@ class LLMControl:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call a public method of each worker, or a function with each worker as its argument; return the
-        results. For workers in other processes a function is pickled: set
-        VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+        results by worker. Raise RequestError after `timeout` seconds. For workers in other processes a
+        function is pickled: set VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
         return self._wait(self._operation.collective_rpc(method, timeout, args, kwargs))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
@@ -70,8 +71,8 @@ class LLMControl:
     # ---- caches
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes. Return False while requests hold blocks, unless
-        `reset_running_requests` preempts these requests."""
+        """Forget all cached prefixes, with `reset_connector` also those in host memory and on disk. Return
+        False while requests hold blocks, unless `reset_running_requests` preempts these requests."""
         return self._wait(self._operation.reset_prefix_cache(reset_running_requests, reset_connector))
 
     def reset_mm_cache(self) -> None:
@@ -79,7 +80,7 @@ class LLMControl:
         self._wait(self._operation.reset_mm_cache())
 
     def reset_encoder_cache(self) -> bool:
-        """Drop encoder outputs that no request needs; return whether none is left."""
+        """Drop the encoder outputs that no request needs; return whether the encoder cache is empty."""
         return self._wait(self._operation.reset_encoder_cache())
 
     # ---- weight updates
@@ -103,7 +104,7 @@ class LLMControl:
         self._wait(self._operation.update_weights(transfer_info(request, "update_info")))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Apply the received weights, and drop the cached prefixes of the old ones."""
+        """Apply the received weights as version `weight_version`, and drop the old cached prefixes."""
         self._wait(self._operation.finish_weight_update(weight_version))
 
     def update_weight_version(self, new_version: str) -> None:

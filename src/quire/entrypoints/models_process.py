@@ -63,7 +63,7 @@ class ModelCores:
             await self.engine.operation.wake_up()
             self._is_awake = True
         except EngineError as error:
-            log.warning("Waking up failed; the engine cores of the model are restarted: %s", error)
+            log.warning("Waking up a model failed; its engine cores are restarted: %s", error)
             await self.unload()
             await self.load()
 
@@ -88,7 +88,7 @@ class ModelCores:
             await asyncio.sleep(POLL_S)
             if self._cores.restart_dead(restarts=self._is_awake) and not self._is_awake:
                 self._watcher = None
-                log.error("A sleeping engine core has ended; the next request loads its model again")
+                log.error("An engine core of a sleeping model died; the next request loads the model again")
                 await self.unload()
                 return
 
@@ -102,7 +102,8 @@ def run_models(
     folder: Path,
     parent: connection.Connection,
 ) -> None:
-    """Run the API process. Send None to `parent` when it is ready, or a one-line error."""
+    """Serve HTTP in the API process of several models, whose engine cores together may use `budget_bytes` of
+    memory. Send None to `parent` when the server is ready, or a one-line error."""
     with api_process("APIServer", parent, models[0].config.broken_plugins):
         names = key_names(settings.keys)
         keys = KeyPages(names, key_file, process=0) if names else None

@@ -107,7 +107,7 @@ class MultiCoreEngine(LLMControl):
             await stream.aclose()
 
     def abort_request(self, request_ids: Iterable[str] | str) -> list[AnyOutput]:
-        """End one request or several early, without a last output."""
+        """End one request or several early. Return an empty list: the requests have no last output."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         ended = [task for id in ids if (task := self._tasks.pop(id, None)) is not None]
 
@@ -123,8 +123,8 @@ class MultiCoreEngine(LLMControl):
         return bool(self._tasks)
 
     def step(self) -> list[AnyOutput]:
-        """Return the outputs that have arrived, at least one. The output of a failed request has its
-        `error`."""
+        """Wait for at least one output and return all that have arrived; return none if no request is
+        unfinished. The output of a failed request has its `error`."""
         if not self._tasks:
             return []
         outputs: list[AnyOutput] = []
@@ -150,7 +150,8 @@ class MultiCoreEngine(LLMControl):
         return [item]
 
     def sleep(self, level: int = 1, mode: str = "abort") -> list[AnyOutput]:
-        """Put the engine to sleep; return the last outputs of requests that end before it sleeps."""
+        """Put the engine to sleep, as `LLM.sleep` does; return the last outputs of the requests that end
+        before it sleeps."""
         self._wait(self._operation.sleep(level, mode))
         if mode != "keep":
             self._wait(self._wait_for_tasks())

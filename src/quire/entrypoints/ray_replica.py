@@ -63,7 +63,7 @@ class EngineReplica:
     # ---- for ingresses
 
     async def describe(self) -> tuple[EngineConfig, Ready]:
-        """Return the resolved configuration, and the properties of the core."""
+        """Wait until the core is ready; return the resolved configuration and the properties of the core."""
         return self.config, await self._relay.ready()
 
     async def stream(self, route: Route, data: bytes) -> AsyncIterator[str | list[bytes]]:

@@ -24,7 +24,7 @@ class ImageAsset:
         return Image.fromarray(_frame(self.name, 0.0))
 
     def pil_image_ext(self, ext: str = "jpg") -> Image.Image:
-        """Return the picture; vLLM reads it from a file with this extension."""
+        """Return the picture. `ext`, in vLLM the extension of a file to read, has no effect."""
         return self.pil_image
 
 
@@ -36,7 +36,7 @@ class VideoAsset:
 
     @cached_property
     def np_ndarrays(self) -> np.ndarray[Any, Any]:
-        """Return the frames as one array [frames, height, width, 3]."""
+        """Return the frames as one RGB array [frames, height, width, 3] of uint8."""
         return np.stack([_frame(self.name, at / self.num_frames) for at in range(self.num_frames)])
 
     @property
@@ -55,7 +55,7 @@ class VideoAsset:
         }
 
     def get_audio(self, sampling_rate: float | None = None) -> np.ndarray[Any, Any]:
-        """Return a generated sound track."""
+        """Return a generated sound track of four seconds, as float32 samples; 16 kHz by default."""
         return _tone(self.name, int(sampling_rate or _RATE))
 
 
@@ -71,7 +71,8 @@ class AudioAsset:
 
 
 def _frame(name: str, time: float) -> np.ndarray[Any, Any]:
-    """Return a colour gradient with a disc that moves from left to right as `time` goes from 0 to 1."""
+    """Return an RGB picture [height, width, 3]: a colour gradient with a disc, which moves from left to right
+    as `time` goes from 0 to 1."""
     colours = np.random.default_rng(zlib.crc32(name.encode())).integers(32, 224, (3, 3))
     y, x = np.mgrid[0:_SIZE, 0:_SIZE] / _SIZE
     picture = colours[0] * x[..., None] + colours[1] * (1 - x[..., None])
@@ -81,7 +82,7 @@ def _frame(name: str, time: float) -> np.ndarray[Any, Any]:
 
 
 def _tone(name: str, rate: int) -> np.ndarray[Any, Any]:
-    """Return a tone that swells and fades; the name decides on its pitch."""
+    """Return the samples of a tone that swells and fades, `rate` per second; `name` decides on its pitch."""
     pitch = 220 + zlib.crc32(name.encode()) % 440
     times = np.arange(_SECONDS * rate) / rate
     return (0.3 * np.sin(2 * math.pi * pitch * times) * np.sin(math.pi * times / _SECONDS)).astype(np.float32)

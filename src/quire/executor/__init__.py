@@ -52,7 +52,7 @@ class Executor(Protocol):
 
 
 class FailedStep:
-    """A step that failed at submission."""
+    """A step that failed at submission; waiting for its result raises the error."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

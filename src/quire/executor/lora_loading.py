@@ -26,7 +26,8 @@ _LAST_S = 5.0
 
 
 class ReadSlots:
-    """A limit of concurrent adapter reads, entered by `with` around each read.
+    """A limit of concurrent adapter reads: `with` waits for room before each read, and raises RequestError if
+    too many reads hang.
 
     A read that takes longer than READ_S no longer counts, so that a hanging disk blocks only its own
     adapters."""
@@ -96,7 +97,8 @@ class AdapterReading:
         wait(unfinished, _LAST_S)
 
     def _enqueue(self, name: str, work: Callable[[], T]) -> Future[T]:
-        """Run an operation in a thread, after the previous one on this name."""
+        """Run `work` in a new thread, after the previous operation on the adapter `name`; return the future
+        of its result."""
         future = Future[T]()
         with self._lock:
             before = self._last.get(name)

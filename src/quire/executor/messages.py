@@ -34,7 +34,7 @@ class Order(msgspec.Struct, omit_defaults=True):
 
 
 class PhaseProgress(msgspec.Struct, tag="progress"):
-    """Message of a rank: its progress."""
+    """Message of a rank: its progress in a phase of the start."""
 
     what: str
     share: float | None = None
@@ -75,7 +75,7 @@ class WorkerCall(msgspec.Struct):
 
 
 class Returned(msgspec.Struct, tag="returned"):
-    """Message of a rank: the result of a call."""
+    """Message of a rank: the result of a `WorkerCall` or of background work with the same number."""
 
     number: int
     value: Any = None

@@ -68,8 +68,8 @@ _CAUSE = 2
 
 
 def _cause_score(message: Failed | RankEnded) -> int:
-    """Score a message as the cause of a failed start: 2 for an error of the rank itself, 1 for its end, 0 for
-    the loss of another rank."""
+    """Return how likely a message is the cause of a failed start: 2 for an error of the rank itself, 1 for
+    its end, 0 for the loss of another rank."""
     if isinstance(message, RankEnded):
         return 1
     return _CAUSE if message.is_cause else 0
@@ -101,7 +101,7 @@ class RankedExecutor:
         self._end: Callable[[], object] = lambda: None
 
     def start_ranks(self) -> WorkerGroup:
-        """Start all ranks and return their group."""
+        """Start the processes of all ranks, and return the group by which they are reached."""
         raise NotImplementedError
 
     # ---- start
@@ -127,7 +127,8 @@ class RankedExecutor:
     def _run_phase(
         self, phase: Phase, report: "Report", deadline: float, size: CacheSize | None = None
     ) -> list[PhaseDone]:
-        """Run a phase on every rank and return their messages when it is done."""
+        """Run a phase of the start on every rank, wait for all, and return their messages in the order of
+        ranks. Raise ConfigError if a rank fails, EngineDead at the `deadline`."""
         self.worker_group.send_order(encode(Order(phase, size)))
         done: dict[int, PhaseDone] = {}
         while len(done) < len(self.worker_group.names):
@@ -190,7 +191,8 @@ class RankedExecutor:
             self._fail_engine(f"the ranks take no more plans: {error}")
 
     def outcome(self, step: int, timeout_s: float) -> StepResult | None:
-        """Return the result of this step; None if it is late. Results of earlier steps are dropped."""
+        """Return the result of this step; None if it takes over `timeout_s` seconds. Raise an EngineError if
+        it failed. Results of earlier steps are dropped."""
         until = time.monotonic() + timeout_s
         while (left := until - time.monotonic()) >= 0:
             data = self.worker_group.receive(min(left, SLICE_S))
@@ -371,7 +373,7 @@ def combine_facts(values: list[Any]) -> AdapterFacts:
 
 
 class RemoteStep:
-    """A step that runs on the ranks."""
+    """The pending result of a step that runs on the ranks; the engine fails if it is late."""
 
     def __init__(self, executor: RankedExecutor, step: int, deadline: float) -> None:
         self._executor = executor

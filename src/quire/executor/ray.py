@@ -165,7 +165,7 @@ class RayRank:
         return free_address(_ray().util.get_node_ip_address())
 
     def begin(self, place: RankAddress, host: str, port: int, token: str) -> None:
-        """Start the rank in a thread and return at once."""
+        """Start the rank in a thread, which connects to the executor at `host` and `port`; return at once."""
         name_process(place.name)
         threading.Thread(target=_run, args=(place, host, port, token), daemon=True).start()
 

@@ -56,7 +56,7 @@ class RankMessage(msgspec.Struct, tag="rank"):
 
 
 class StepAnswer(msgspec.Struct, tag="answer"):
-    """Message of a node: the outcome of a step."""
+    """Message of a node: the encoded outcome of a step."""
 
     data: bytes
 
@@ -108,7 +108,8 @@ def interface_to(address: str) -> str:
 
 
 def first_message(sock: socket.socket) -> bytes:
-    """Read the first message of an unauthenticated connection, with limits of size and time.
+    """Return the first message of an unauthenticated connection. Raise OSError if it is larger than
+    `MAX_JOIN_BYTES`, or not complete within `JOIN_TIMEOUT_S`.
 
     The framing is that of `Connection`: four bytes of length, then the message.
     """
@@ -168,8 +169,8 @@ class RemoteRanks:
         token: str,
         check: Callable[[Join], str | None] = lambda join: None,
     ) -> None:
-        """Begin to accept the `awaited` nodes, with `count` ranks each. `check` returns what is wrong with a
-        node that has the token, or None."""
+        """Begin to accept the nodes with the node ranks `awaited`, which run `count` worker ranks each.
+        `check` returns what is wrong with a node that has the token, or None."""
         self.messages: MessageQueue = queue.SimpleQueue()
         self.end_reason: str | None = ""
         self.names: list[str] = []
@@ -287,7 +288,7 @@ class RemoteRanks:
                 there = self.nodes[node.rank].address
                 problem = f"two machines have --node-rank {node.rank}: {there} and {node.address}"
             self._refusals[node.rank] = problem
-        log.error("Refused: %s", problem)
+        log.error("Refused the connection of another node: %s", problem)
         return HeadEnd(problem, is_final=wrong is not None)
 
     def _handle(self, node: Node, message: Any) -> None:
@@ -301,7 +302,7 @@ class RemoteRanks:
             if self.nodes.get(node.rank) is not node:
                 return
             if not self._is_complete:  # the node may reconnect until all nodes are there
-                log.warning("Node %d (%s) disconnected", node.rank, node.address)
+                log.warning("Node %d (%s) disconnected; waiting for it to return", node.rank, node.address)
                 del self.nodes[node.rank]
                 return
         reason = f"the connection to node {node.rank} ({node.address}) is lost"

@@ -42,13 +42,13 @@ class WorkerGroup(Protocol):
     """Reason of the end, for ranks on other machines: empty for a normal end, None if they may reconnect."""
 
     def send_order(self, order: bytes) -> None:
-        """Send an order to all ranks."""
+        """Send an encoded `Order` to all ranks."""
 
     def send(self, plan: bytes, timeout_s: float) -> None:
-        """Send a plan to all ranks."""
+        """Send an encoded step plan to all ranks."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next step outcome; None if there is none in time."""
+        """Return the next encoded step outcome; None if none arrives within `timeout_s` seconds."""
 
     def end(self) -> None:
         """End all ranks and free all resources."""
@@ -117,7 +117,7 @@ class LocalRanks:
             while not self._poll():
                 pass
         except Exception as error:
-            log.exception("Starting or watching the ranks failed")
+            log.exception("Starting or monitoring the worker processes failed")
             self.messages.put((0, RankEnded(str(error))))
         finally:
             self._started.set()

@@ -106,12 +106,12 @@ class Port(Protocol):
     """The connection of a rank to its executor."""
 
     def order(self) -> Order:
-        """Wait for the next order."""
+        """Wait for the next order, and return it."""
 
     def report(self, message: FromRank) -> None: ...
 
     def plan(self) -> bytes:
-        """Wait for the next plan, or for the masks of the last one."""
+        """Wait for the next encoded plan, worker call, or masks of the last plan, and return it."""
 
     def answer(self, outcome: bytes) -> None: ...
 
@@ -278,7 +278,7 @@ class Steps:
         except Exception as error:
             refused = refusal(call.number, error)
             if not refused.is_request:
-                log.error("The call of %r failed", call.method, exc_info=error)
+                log.error("The worker method %r failed", call.method, exc_info=error)
             return refused
         try:
             encode(value)
@@ -311,7 +311,7 @@ class Steps:
                 result = pending.wait()
         except Exception as error:
             if self.place.rank.tp == 0 and not is_cut_off(error):  # the other ranks would log the same
-                log.error("Step %d failed", step, exc_info=error)
+                log.error("Step %d failed in this worker process", step, exc_info=error)
             is_fatal = isinstance(error, EngineDead)
             self.port.report(Failed(one_line(error), step=step, is_fatal=is_fatal))
             if self.place.sends_results:

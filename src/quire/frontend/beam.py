@@ -34,7 +34,8 @@ def initial_tokens(prompt: Prompt) -> list[int]:
 
 
 def beam_prompt(prompt: Prompt, token_ids: list[int]) -> Prompt:
-    """Return the prompt of a beam: its tokens, which begin with those of the prompt, and the media."""
+    """Return the prompt to continue a beam with: the beam's tokens, which begin with the tokens of `prompt`,
+    and the media of `prompt`."""
     media = prompt.media
     if media is not None:
         items = [msgspec.structs.replace(item) for item in media.items]
@@ -44,7 +45,8 @@ def beam_prompt(prompt: Prompt, token_ids: list[int]) -> Prompt:
 
 
 def _extend_positions(positions: Array | None, num_tokens: int) -> Array | None:
-    """Extend M-RoPE positions to `num_tokens`: new tokens continue after the largest position."""
+    """Return M-RoPE positions [3, num_tokens], in which new tokens continue after the largest position; None
+    for a prompt without M-RoPE positions."""
     if positions is None:
         return None
     known = positions.numbers()
@@ -53,7 +55,8 @@ def _extend_positions(positions: Array | None, num_tokens: int) -> Array | None:
 
 
 class BeamSearch:
-    """The beams of one prompt: `live` are continued, `done` have ended."""
+    """State of the beam search of one prompt: `live` beams are extended by further tokens, `done` beams have
+    ended with the eos token."""
 
     def __init__(
         self,

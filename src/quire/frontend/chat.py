@@ -23,7 +23,8 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 def read_template(argument: str | None) -> str | None:
-    """Read a `--chat-template`: a file, the name of a template of Quire, or the template itself."""
+    """Return the text of the chat template that `--chat-template` selects: the contents of a file, a template
+    of Quire by its name, or the argument itself. None if the flag is not set."""
     if argument is None:
         return None
     if any(mark in argument for mark in "{}\n"):
@@ -55,9 +56,9 @@ def chat_prompt(
     prepared: Sequence[PreparedItem] | None = None,
     render_s: float | None = None,
 ) -> Prompt:
-    """Render a conversation with a chat template, within `render_s` seconds, and tokenize it. `prepared` has
-    the processed media of the placeholder parts in `messages` (see `part_media`); None: the media in
-    `messages` are processed here."""
+    """Render a conversation with a chat template and tokenize it; raise a RequestError if rendering takes
+    longer than `render_s` seconds (None: no limit). `prepared` has the processed media of the placeholder
+    parts in `messages` (see `part_media`); None: the media in `messages` are processed here."""
     tokenizer = inputs.need_tokenizer("a chat")
     if chat_template_content_format not in CONTENT_FORMATS:
         raise RequestError(
@@ -97,7 +98,8 @@ def chat_prompt(
 
 
 def pair_prompt(inputs: InputProcessor, query: str, document: str, template: str | None) -> Prompt:
-    """Build the prompt of two texts for a cross-encoder, with the tokenizer or with a template."""
+    """Build the prompt of a query and a document for a cross-encoder: by the chat `template`, or if it is
+    None, by the tokenizer's encoding of text pairs."""
     if template is None:
         return inputs.parse_pair(query, document)
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]

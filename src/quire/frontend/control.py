@@ -15,7 +15,7 @@ CALL_TIMEOUT_S = 30.0
 
 class CallAll(Protocol):
     """Function that calls a control method of all engine cores, or with `if_ready` only of the ready ones,
-    and returns their answers."""
+    and returns one answer per core. It raises a TimeoutError after `timeout_s` seconds."""
 
     def __call__(
         self,
@@ -43,9 +43,9 @@ class CoreControl:
         clear_media: Callable[[], None],
         in_process: bool = False,
     ) -> None:
-        """`settings` are the engine's options by configuration section. `forget_prefixes` clears the record
-        of which core has which prefix cached, and `clear_media` the cache of processed media, both in this
-        process."""
+        """Create the control calls. `settings` are the engine's options by configuration section.
+        `forget_prefixes` clears the record of which core has which prefix cached, and `clear_media` the cache
+        of processed media, both in this process. `in_process`: the engine core runs in this process."""
         self._call_all = call_all
         self._forget_prefixes, self._clear_media = forget_prefixes, clear_media
         self._in_process = in_process
@@ -57,8 +57,9 @@ class CoreControl:
         parts."""
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Pause all cores and wait until they are idle. By `mode`, running requests are aborted, waited for
-        or kept; new requests wait."""
+        """Pause all cores and wait until they are idle; requests that arrive meanwhile wait. `mode` decides
+        on running requests: `abort` ends them, `wait` lets them finish, `keep` continues them after `resume`.
+        `clear_cache` also empties the prefix caches, except with `keep`."""
         clears = clear_cache and mode != "keep"
         await self._call_all("pause", {"mode": mode, "clear_cache": clears}, None)
         if clears:
@@ -105,8 +106,9 @@ class CoreControl:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, or a function with the worker, and return the results. A function
-        is pickled for workers in other processes."""
+        """Call a method of every worker by name, or a function with each worker as its first argument; return
+        the results of all workers in one list. Raise a RequestError after `timeout` seconds (None: no limit).
+        A function is pickled for workers in other processes."""
         name = method if isinstance(method, str) else "the function"
         is_packed = not isinstance(method, str) and not self._in_process
         call: dict[str, Any] = {
@@ -129,7 +131,8 @@ class CoreControl:
     # ---- weight updates
 
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Set up the transfer of weights from a trainer, by the backend of weight_transfer_config."""
+        """Set up the transfer of weights from a trainer on all workers, by the backend of
+        weight_transfer_config. `init_info` has the arguments of the backend."""
         await self._call_weights("connect", init_info=dict(init_info))
 
     async def start_weight_update(self) -> None:
@@ -190,7 +193,8 @@ class CoreControl:
         await self._call_all("reset_mm_cache", {})
 
     async def reset_encoder_cache(self) -> bool:
-        """Drop encoder outputs that no request needs; return whether none is left."""
+        """Remove the encoder outputs that no request needs from the encoder caches of all cores; return
+        whether all of these caches are empty now."""
         return all(await self._call_all("reset_encoder_cache", {}))
 
     # ---- other calls
@@ -199,7 +203,7 @@ class CoreControl:
         await self._call_all("profile", {"start": start, "prefix": prefix}, None)
 
     async def abort(self, request_ids: list[str]) -> int:
-        """End the requests with these ids; return the number of ended sequences."""
+        """Abort the requests with these ids on all cores; return the number of aborted sequences."""
         return sum(await self._call_all("abort", {"request_ids": request_ids}))
 
 

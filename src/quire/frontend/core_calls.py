@@ -10,7 +10,7 @@ from quire.frontend.engine_link import EngineLink
 
 
 class CoreCalls:
-    """Calls methods of the engine cores by name."""
+    """Control calls to all engine cores of an API process, by the name of the method."""
 
     def __init__(self, links: Sequence[EngineLink], health_timeout_s: float) -> None:
         self._links, self._health_timeout_s = links, health_timeout_s
@@ -29,8 +29,9 @@ class CoreCalls:
         *,
         if_ready: bool = False,
     ) -> list[Any]:
-        """Call a method of all cores, which must all be available, or with `if_ready` only of ready cores.
-        Return the answers in order; the first error is raised after all calls have ended."""
+        """Call a control method on all cores and wait for their answers, in the order of the cores. Raise
+        EngineDead if a core is unavailable; with `if_ready`, skip cores that are not ready. The first error
+        of a core is raised after all calls have ended."""
         check_sendable(args)
         if if_ready:
             self.check_any()

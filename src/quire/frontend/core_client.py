@@ -38,15 +38,16 @@ HELLO_INTERVAL_S = 0.1
 RECONNECT_MS = 10
 """Milliseconds between two attempts to connect to a core on this machine, which may still be starting."""
 MAX_BEHIND = 1000
-"""Messages that are buffered in this process; the core, which handles slow clients, buffers the rest."""
+"""Maximum number of a core's messages that are buffered in this process; further messages are buffered by the
+core, which handles slow clients."""
 READ_S = 0.004
-"""Seconds for which messages are read before their outputs are delivered."""
+"""Maximum seconds for which messages of a core are read before the outputs in them are delivered."""
 YIELD_ROUNDS = 4
 """Event loop iterations between two reads: new requests progress even if the core outpaces this process."""
 HEARTBEAT_MS = 1000
-"""Interval of heartbeats on a connection to another machine."""
+"""Milliseconds between two heartbeats on a connection to another machine."""
 SILENCE_MS = 10_000
-"""Time without a heartbeat after which the connection is closed."""
+"""Milliseconds without a heartbeat after which a connection to another machine is closed."""
 
 
 class CoreLink(EngineLink):
@@ -64,9 +65,9 @@ class CoreLink(EngineLink):
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is the index of this connection among the connections of `owner`, which handles its events.
-        `address` may be a file that will contain the address once it is known; `token` is the secret that the
-        core expects."""
+        """Create a connection, which `start` opens. `place` is its index among the connections of `owner`,
+        which handles its events. `address` may be a file that will contain the address once it is known;
+        `token` is the secret that the core expects."""
         super().__init__(place, rank, name=name, outputs=outputs, owner=owner, clock=clock)
         self._address = address
         self._token = token
@@ -107,7 +108,8 @@ class CoreLink(EngineLink):
         return f"{self.name} has made no progress for {standstill:.1f} s; the limit is {health_timeout_s:g} s"
 
     async def _watch(self) -> None:
-        """Send Hello until the core answers; detect its death."""
+        """Repeat without end: send Hello to a core that has not answered yet, and detect the death of a core
+        that has."""
         while True:
             try:
                 self._check()
@@ -223,8 +225,8 @@ class CoreLink(EngineLink):
             self._read_and_deliver()
 
     def _read_and_deliver(self) -> None:
-        """Read messages for a limited time, then deliver their outputs: a stream gets one output for several
-        steps. If messages remain, other tasks run before the next read."""
+        """Read messages for at most READ_S seconds, then deliver their outputs, so that a stream gets one
+        output for several steps. If messages remain, other tasks run before the next read."""
         self._is_scheduled = False  # so that the next message is read even after an error
         is_all = self._receive()
         self._owner.on_outputs(self)
@@ -237,7 +239,8 @@ class CoreLink(EngineLink):
         loop.call_soon(self._schedule_read, rounds - 1) if rounds else loop.call_soon(self._read_and_deliver)
 
     def _receive(self) -> bool:
-        """Handle messages of the core for a limited time; return whether all were read."""
+        """Handle messages of the core for at most READ_S seconds; return whether all that had arrived were
+        read."""
         deadline = self._clock() + READ_S
         while self._socket is not None:
             try:

@@ -39,7 +39,8 @@ class _Stream:
         self._wake.set()
 
     async def read(self) -> list[bytes]:
-        """Wait for messages and return all of them; an empty list means the end."""
+        """Wait for messages of the core and return all that have arrived; an empty list means that the
+        request has ended."""
         while not self._unread and self.open:
             if self.error is not None:
                 raise self.error
@@ -69,7 +70,8 @@ class CoreRelay:
     def __init__(
         self, address: str, token: str, *, health_timeout_s: float, on_end: Callable[[], object]
     ) -> None:
-        """`on_end` is called when the core has died."""
+        """Create a relay to the core at `address`, which expects the secret `token`. `on_end` is called when
+        the core has died."""
         self._streams: dict[str, _Stream] = {}
         """Streams by sequence id."""
         self.link = CoreLink(

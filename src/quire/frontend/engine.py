@@ -81,9 +81,9 @@ class AsyncEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the client; `connect` opens its connections. `addresses` are those of the cores by rank,
-        which expect the `token`; with a `fleet`, its replicas are used instead. `prefixes` is the router's
-        prefix map, `first` its first choice of a core. With `cores_return`, requests wait for the restart of
-        a dead core. With `resumes`, requests with output continue after the death of their core."""
+        which expect the `token`; with a `fleet`, its replicas are used instead. The router has the map
+        `prefixes` and begins its rotation at core `first`. With `cores_return`, requests wait for the restart
+        of a dead core. With `resumes`, requests with output continue after the death of their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -192,9 +192,9 @@ class AsyncEngine:
         lora: LoRARequest | None = None,
         target: LatencyTarget | None = None,
     ) -> OutputStream[RequestOutput]:
-        """Stream the outputs of a request; an invalid request, or one that would miss its target by far,
-        raises at once. With a `rank` the request is sent only to that core; with `timed` its share of the
-        step times is measured."""
+        """Stream the outputs of a request. This call raises a RequestError for an invalid request, or TooMany
+        if the first token would come far too late for its target. With a `rank`, the request goes only to
+        that core; with `timed`, its share of the step times is measured."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         requests = self.inputs.requests(
@@ -314,8 +314,8 @@ class AsyncEngine:
         return [place for place, silent_s in up if silent_s < SILENT_S] or [place for place, _ in up]
 
     def _abandon(self, request_id: str) -> None:
-        """End a request whose stream was closed. A call may have a thousand such requests: they are ended in
-        batches."""
+        """End a request whose stream was closed. One API call may have a thousand requests, so they are ended
+        in batches."""
         if (flight := self._pop(request_id)) is not None:
             self._abandoned.add((request_id, flight))
 

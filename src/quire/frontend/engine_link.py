@@ -15,7 +15,8 @@ class Owner(Protocol):
 
     def on_ready(self, link: "EngineLink") -> None: ...
     def on_stats(self, link: "EngineLink", page: bytes) -> None:
-        """Handle a report of the core's load; `page` is the metrics page of a core on another machine."""
+        """Handle a report of the core's load. `page` is the metrics page of a core on another machine; else
+        empty."""
 
     def on_reset(self) -> None:
         """Clear the cache of processed media."""
@@ -43,8 +44,8 @@ class EngineLink(ABC):
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is the index of this connection among its owner's connections, `rank` the core's
-        data-parallel rank."""
+        """Create a connection, which `start` opens. `place` is its index among its owner's connections,
+        `rank` the data-parallel rank of the core."""
         self.place = place
         self.rank = rank
         self.name = name
@@ -70,18 +71,20 @@ class EngineLink(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Connect, from inside the running loop."""
+        """Begin to connect, without waiting; the event loop must be running."""
 
     @abstractmethod
     def close(self) -> None: ...
 
     @abstractmethod
     def problem(self, health_timeout_s: float) -> str | None:
-        """Return why the core is unavailable; None if it is available."""
+        """Return a text that says why the core is unavailable, such as no progress for `health_timeout_s`
+        seconds; None if it is available."""
 
     @abstractmethod
     def send(self, message: ToCore) -> None: ...
 
     @abstractmethod
     async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
-        """Call a method of every core; return their answers. `timeout_s` None: without a limit."""
+        """Call a control method of every core of the connection, and return their answers. `timeout_s` None:
+        wait without a limit."""

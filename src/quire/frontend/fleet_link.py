@@ -34,7 +34,7 @@ class Fleet(Protocol):
         """Wait for a replica, and return the first message of its core."""
 
     async def ping(self) -> None:
-        """Wait for the answer of a healthy replica."""
+        """Wait until some healthy replica has answered a health check."""
 
     def stream(self, route: Route, data: bytes) -> AsyncGenerator[str | Sequence[bytes]]:
         """Run the request of an encoded `Add` message. The first item is the name of the replica, the others
@@ -57,7 +57,7 @@ class FleetOwner(Owner, Protocol):
 
 
 class _Run:
-    """A request that runs on a replica."""
+    """A request that was sent to a replica, with the sequences that have not ended."""
 
     def __init__(self, route: Route, sequence_ids: list[str]) -> None:
         self.route = route
@@ -159,7 +159,8 @@ class FleetLink(EngineLink):
         return task
 
     async def _follow(self, run: _Run, data: bytes) -> None:
-        """Handle the messages of a replica until all sequences of the request have ended."""
+        """Send the encoded Add message `data` to a replica, and handle the messages of the replica until all
+        sequences of the request have ended."""
         stream = self._fleet.stream(run.route, data)
         try:
             async for item in stream:
@@ -204,7 +205,8 @@ class FleetLink(EngineLink):
             self._schedule_delivery()
 
     def _shift_times(self, output: StepOutput) -> None:
-        """Convert times of another machine's clock to this clock, as if the step had ended just now."""
+        """Convert the times in an output from the clock of the replica to the clock of this process, as if
+        the step had ended just now."""
         now = self._clock()
         for run in output.admitted.values():
             run.queued_at += now - output.at
@@ -240,7 +242,7 @@ class FleetLink(EngineLink):
             log.debug("Aborting %s failed: %s", sequence_ids, _reason(error))
 
     def _end(self, run: _Run) -> bool:
-        """Remove a request; return whether it was still registered."""
+        """Stop tracking a request; return whether it was still tracked."""
         if not any(self._runs.get(id) is run for id in run.sequence_ids):
             return False
         self.routes.end(run.route.request_id)

@@ -31,7 +31,8 @@ class FleetRoutes:
     known prefix of its prompt, then by load. Methods may be called from several threads."""
 
     def __init__(self, *, block_size: int, max_num_seqs: int, policy: str = "affinity") -> None:
-        """`max_num_seqs` is that of one replica; `policy` is a routing policy of `Router`."""
+        """Create the routing state without replicas. `max_num_seqs` is that of one replica; `policy` is a
+        routing policy of `Router`."""
         self._router = Router(0, block_size=block_size, max_num_seqs=max_num_seqs, policy=policy)
         self._places: dict[str, int] = {}
         """Index of each replica among the router's cores, by name."""
@@ -74,7 +75,8 @@ class FleetRoutes:
                         self._router.update_load(place, **report)
 
     def rank(self, route: Route, among: Iterable[str]) -> list[str]:
-        """Return the names of the replicas in `among`, the best replica for the request first."""
+        """Return the names of the replicas in `among`, the best replica for the request first; an empty list
+        if the only replica that can handle the request is not in `among`."""
         with self._lock:
             by_place = {self._place_of(name): name for name in among}
             if route.replica:

@@ -20,7 +20,7 @@ from quire.metrics.api_keys import KeyAccount
 from quire.multimodal.processor_cache import ProcessorCache
 
 MAX_SENT = 32
-"""Largest number of times that a request is sent: the request must end even if every core dies."""
+"""Largest number of times that a request is sent before it fails, so that it ends even if every core dies."""
 MAX_DEATHS = 3
 """Core deaths without progress of a request in between, after which the request counts as their cause. Two
 deaths are enough if the core ran no other request at its death."""
@@ -45,16 +45,17 @@ class RequestInFlight:
     sends_all_arrays: bool = False
     """Whether the arrays of all media items are sent, because the core lacked some of them."""
     state: RequestState | None = None
-    """Output so far; None before the request is first sent."""
+    """State of the output so far; None before the request is first sent."""
     num_sent: int = 0
     num_before: int = 0
     """Number of output tokens when the request was last sent."""
     num_deaths: int = 0
     """Core deaths since the request last made progress."""
     lost_at: float = 0.0
-    """Time at which the request lost its core or found none; 0 while it has a core."""
+    """Time in seconds of the engine's clock at which the request lost its core or found none; 0 while it has
+    a core."""
     parent: str = field(default_factory=PARENT.get)
-    """traceparent of the client."""
+    """Header `traceparent` of the client's HTTP request; empty without one."""
 
     def outgoing(self, processor_cache: ProcessorCache) -> Add:
         """Build the message that sends the request to a core: with its output so far if it has run before,

@@ -175,8 +175,8 @@ class InputProcessor:
         prepared: Sequence[PreparedItem] = (),
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Parse text or token ids, bare or in a dict. Text is tokenized, and the media of a dict are
-        processed unless they are `prepared`."""
+        """Parse a prompt: text or token ids, directly or as fields of a dict. Text is tokenized, and the
+        media of a dict are processed unless they are `prepared`."""
         if isinstance(prompt, str):
             return self._place_media(self._from_text(prompt, None, add_special_tokens, prepared), prepared)
         if isinstance(prompt, Mapping):
@@ -193,7 +193,7 @@ class InputProcessor:
         )
 
     async def parse_async(self, prompt: Any, **options: Any) -> Prompt:
-        """Parse a prompt in an event loop, which is not blocked while media are processed."""
+        """Parse a prompt as `parse` does, without blocking the event loop while media are processed."""
         prepared: list[PreparedItem] = []
         if isinstance(prompt, Mapping):
             prompt = merge_encoder_decoder(prompt)
@@ -266,7 +266,7 @@ class InputProcessor:
         return self.tokenizer
 
     def check_chars(self, text: str) -> None:
-        """Refuse a text that is too long to tokenize."""
+        """Raise a RequestError if the text is too long to tokenize."""
         if len(text) > self.max_chars:
             raise RequestError(
                 f"the text has {len(text)} characters, and the {self.max_chars // CHARS_PER_TOKEN} tokens of "
@@ -289,7 +289,7 @@ class InputProcessor:
         return self._checked(Prompt(ids, first + second, second_start=second_start(types, len(ids))))
 
     def parse_truncated(self, *texts: str, max_len: int, side: str) -> Prompt:
-        """Tokenize one or two texts, truncated on `side` to `max_len` tokens including special tokens."""
+        """Tokenize one or two texts, cut on the `side` left or right to `max_len` tokens in total."""
         ids, types = self.need_tokenizer("a text").encode_cut(*texts, max_len=max_len, side=side)
         second = second_start(types, len(ids)) if len(texts) > 1 else None
         return self._checked(Prompt(ids, second_start=second))

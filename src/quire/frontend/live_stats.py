@@ -51,7 +51,7 @@ class LiveView:
         self._between.extend(between_tokens_s)
 
     def ended(self, output: Any) -> None:
-        """Record a finished request; pooling requests have no times."""
+        """Record the times of a finished request; a pooling request has none and is ignored."""
         if (stats := getattr(output, "metrics", None)) is not None:
             num_prompt, num_cached = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
             self._ended.append(_Ended(stats.latency, output.request_id, num_prompt, num_cached, stats))
@@ -68,12 +68,13 @@ class LiveView:
             self._fetching = False
 
     def _slowest(self) -> list[dict[str, Any]]:
-        """Return the slowest of the recent requests, the slowest first."""
+        """Return the timelines of the SLOWEST slowest recent requests as dicts, the slowest first."""
         slowest = heapq.nlargest(SLOWEST, self._ended, key=lambda ended: ended.latency_s)
         return [_describe(ended) for ended in slowest]
 
     def view(self, facts: EngineFacts, pages: MetricsPages) -> dict[str, Any]:
-        """Return the statistics of all cores together, from their metrics pages."""
+        """Return the statistics of all cores together, as a dict for the dashboard; `pages` are the cores'
+        metrics pages."""
         queries = pages.value("prefix_cache_queries")
         ended = sum(pages.value(f"request_success:{reason}") for reason in FINISH_REASONS)
         return {
@@ -112,7 +113,8 @@ def _describe(ended: _Ended) -> dict[str, Any]:
 
 
 def _describe_targets(target: LatencyTarget, pages: MetricsPages) -> str | None:
-    """Return the latency targets, the share of the requests that met them, and why others did not."""
+    """Return a text with the latency targets, the share of the requests that met them, and the number of
+    requests that missed them by kind of miss; None without targets."""
     if not target:
         return None
     parts = [("first token", target.ttft_s), ("between tokens", target.itl_s)]

@@ -50,8 +50,8 @@ class PoolModel:
         can_sleep: bool = True,
         keeps_weights: bool = False,
     ) -> None:
-        """A `pinned` model is never put to sleep or unloaded for another model. With `keeps_weights`, sleep
-        level 1 does not free the weights' memory in the budget, as on a CPU."""
+        """Create an unloaded model. A `pinned` model is never put to sleep or unloaded for another model.
+        With `keeps_weights`, sleep level 1 does not free the weights' memory in the budget, as on a CPU."""
         self.name = name
         self.backend = backend
         self.memory = memory
@@ -115,8 +115,9 @@ class ModelPool:
         host_free_bytes: Callable[[], int] = lambda: 1 << 62,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Models that were idle for `sleep_after_s` seconds sleep at level 1, and after `discard_after_s`
-        at level 2; None: never. `host_free_bytes` returns the free host memory, for weights at level 1."""
+        """Create the pool; `start` loads its first models. Models that were idle for `sleep_after_s` seconds
+        sleep at level 1, and after `discard_after_s` seconds at level 2; None: never. `host_free_bytes`
+        returns the free bytes of host memory, which weights need at level 1."""
         self.models = {model.name: model for model in models}
         self.budget_bytes = budget_bytes
         self._sleep_after_s = sleep_after_s
@@ -201,7 +202,8 @@ class ModelPool:
     # ---- operators
 
     async def load(self, model: PoolModel) -> None:
-        """Load or wake up a model, also if it failed to load shortly before."""
+        """Load or wake up a model for an operator, and wait until it is awake. Unlike a request, this retries
+        at once after a failure."""
         if model.is_awake and not model.changing:
             return
         model.error = ""
@@ -209,7 +211,8 @@ class ModelPool:
         self.release(model)
 
     async def unload(self, model: PoolModel) -> None:
-        """End the cores of a model when its running requests have finished. The next request loads it."""
+        """End the cores of a model once its running requests have finished, and wait for that. The next
+        request loads the model again."""
         async with self._changing:
             await self._leave(model, level=None)
             model.error = ""

@@ -56,9 +56,9 @@ class MediaInputReader:
         speech: Transcriber | None = None,
         lacks_tokenizer: bool = False,
     ) -> None:
-        """`max_span` is the maximum number of tokens of an item; None: any number. `lacks_tokenizer` means
-        that media are refused, because the model needs its tokenizer for them and skip_tokenizer_init is
-        set."""
+        """Create the reader of one model. `limits` are the most items of a prompt by modality; `max_span` is
+        the maximum number of tokens of an item; None: any number. `lacks_tokenizer` means that media are
+        refused, because the model needs its tokenizer for them and skip_tokenizer_init is set."""
         self._model, self._media_processor, self._limits = model, media_processor, limits or {}
         self._takes_embeds = takes_embeds
         self._max_span, self._lacks_tokenizer = max_span, lacks_tokenizer
@@ -82,7 +82,8 @@ class MediaInputReader:
         return [modality for modality in known if self._limits.get(modality)]
 
     def check(self, items: Sequence[MediaInput]) -> None:
-        """Check number and kind of the items, before anything is fetched."""
+        """Raise a RequestError if the model does not accept the number or the kind of the items. Nothing is
+        fetched here."""
         for modality in dict.fromkeys(item.modality for item in items):
             if self._media_processor is None and self._lacks_tokenizer:
                 raise RequestError(
@@ -133,7 +134,8 @@ class MediaInputReader:
     async def prepare_each(
         self, prompts: Sequence[Sequence[MediaInput]], reading: Options | None, arguments: Options | None
     ) -> list[list[PreparedItem]]:
-        """Prepare the items of several prompts that were checked before."""
+        """Process the items of several prompts that `check` has accepted; return the processed items of each
+        prompt."""
         if self._media_processor is None or not any(prompts):
             return [[] for _ in prompts]
         return await self._media_processor.prepare_each(prompts, arguments, reading)
@@ -165,7 +167,8 @@ class MediaInputReader:
         return media.joined(token_ids)
 
     async def restore_arrays(self, media: Media, prepared: Sequence[PreparedItem]) -> None:
-        """Set the arrays of the items in `media` that have none, by processing the `prepared` items again."""
+        """Set the arrays (encoder inputs) of the items in `media` that have none, by processing the
+        `prepared` items again."""
         assert self._media_processor is not None
         arrays = await self._media_processor.process_again(prepared)
         for item in media.items:
@@ -187,7 +190,8 @@ TEXT_ONLY = MediaInputReader("This model")
 
 
 def _open_cache(section: MultimodalSection, cache: CacheKind, shared_memory: str) -> ProcessorCache:
-    """Open the cache of processed items; `shared_memory` is the path of the memory of all API processes."""
+    """Open the cache of processed items; `shared_memory` is the path of the memory that all API processes
+    share."""
     if section.mm_processor_cache_type == "shm" and cache not in ("shm", "off"):
         log.warning(
             "mm_processor_cache_type=shm needs one API process and one engine on one machine: %s is used",
@@ -197,7 +201,7 @@ def _open_cache(section: MultimodalSection, cache: CacheKind, shared_memory: str
         try:
             return SharedProcessorCache(SharedCache(shared_memory))
         except OSError as error:
-            log.warning("This API process does not share its media cache: the memory is not open (%s)", error)
+            log.warning("This API process cannot open the shared media cache and uses its own: %s", error)
     arena = SharedArena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
     return ProcessorCache(max_bytes(section), replicated=cache == "replicated", arena=arena)
 
@@ -309,7 +313,8 @@ def _mapping(name: str, mapping: Any) -> Mapping[str, Any]:
 
 
 def _several(modality: str, data: Any) -> list[Any]:
-    """Return a list of items. A list of frames is one video, and a list of numbers is one audio."""
+    """Return the items of one modality in a prompt's `multi_modal_data`, as a list. A list of frames is one
+    video, and a list of numbers is one audio input."""
     if data is None:
         return []
     dims = getattr(data, "ndim", None)
@@ -421,7 +426,8 @@ def _is_list(data: Any) -> bool:
 
 
 def _bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
-    """Convert pixels to bytes; floats may be from 0 to 1 or from 0 to 255."""
+    """Convert pixel values to uint8; floats may be from 0 to 1 or from 0 to 255. Raise a RequestError if a
+    value is not finite."""
     if numbers.dtype == np.uint8:
         return numbers
     if numbers.dtype.kind == "f":

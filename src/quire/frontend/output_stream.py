@@ -9,7 +9,7 @@ from quire.errors import QuireError
 
 Out = TypeVar("Out", bound=Any)
 TextReader = Callable[[str, int], None]
-"""Takes a text delta and its number of tokens."""
+"""Callback that gets a text delta and its number of tokens."""
 
 
 class Outputs(Protocol):
@@ -60,7 +60,8 @@ class OutputStream(Generic[Out]):
         *,
         is_delta: bool = True,
     ):
-        """With `is_delta` each output contains only what is new since the previous output."""
+        """Create a stream. `begin` starts the request at the first read; `abandon` aborts it after an early
+        close. With `is_delta` each output contains only what is new since the previous output."""
         self.request_id = request_id
         self._is_delta = is_delta
         self._begin: Callable[[OutputStream[Out]], None] | None = begin
@@ -95,7 +96,7 @@ class OutputStream(Generic[Out]):
             self._wake_up()
 
     def _keep(self, output: Out) -> None:
-        """Buffer an output until the next read."""
+        """Buffer an output until the next read; several buffered outputs are merged."""
         if self._output is None:
             self._output = output
             return
@@ -108,7 +109,7 @@ class OutputStream(Generic[Out]):
         return self._text_reader is not None
 
     def put_text(self, text: str, num_tokens: int) -> None:
-        """Pass on a delta that contains only text, without an output object."""
+        """Pass a delta that contains only text, and its number of tokens, to the text reader."""
         assert self._text_reader is not None
         try:
             self._text_reader(text, num_tokens)
@@ -180,7 +181,8 @@ class OutputBuffer:
     __slots__ = ("_is_delta", "_last", "_prompt_logprobs", "_choices")
 
     def __init__(self, first: RequestOutput, *, is_delta: bool = True) -> None:
-        """Without `is_delta` each output contains the earlier outputs: only the newest output is kept."""
+        """Start with one output. With `is_delta` the contents of all outputs are joined; otherwise each
+        output contains the earlier outputs, and only the newest one is kept."""
         self._is_delta = is_delta
         self._last = first
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -199,7 +201,8 @@ class OutputBuffer:
                 pieces.add(completion)
 
     def joined(self) -> RequestOutput:
-        """Return the last output with the content of all. Nothing may be added afterwards."""
+        """Return the last output with the text, tokens and logprobs of all added outputs. Nothing may be
+        added afterwards."""
         output = self._last
         output.outputs = [self._choices[index].joined() for index in sorted(self._choices)]
         output.prompt_logprobs = self._prompt_logprobs

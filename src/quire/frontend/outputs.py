@@ -50,7 +50,8 @@ class OutputProcessor:
         stream_interval: int = 1,
         tokenizer_of: Callable[[LoRARequest | None], Tokenizer | None] | None = None,
     ) -> None:
-        """`tokenizer_of` returns the tokenizer of a LoRA adapter."""
+        """Create a processor without requests. `stream_interval` is the number of tokens per streamed output;
+        `tokenizer_of` returns the tokenizer of a LoRA adapter."""
         self.tokenizer = tokenizer
         self._tokenizer_of = tokenizer_of or (lambda lora: tokenizer)
         self.stream_interval = stream_interval
@@ -194,14 +195,16 @@ class OutputProcessor:
         self._end(step.finished, watched)
 
     def _add_training_outputs(self, step: StepOutput) -> None:
-        """Add the sampling masks and the experts of one step."""
+        """Add the sampling masks (the token ids that could be sampled) and the MoE experts of one step to its
+        sequences."""
         for sequence, masks in _known(self._sequences, step.sampling_masks):
             sequence.sampling_masks += masks
         for sequence, rows in _known(self._sequences, step.routed):
             sequence.routed.append(rows.array())
 
     def _end(self, finished: dict[str, FinishReason], watched: list[SequenceState]) -> None:
-        """End the sequences that the core finished, and those that reached a stop string."""
+        """End the sequences in `finished`, which the core finished (by id), and those in `watched` that
+        reached a stop string."""
         ended = []
         for id, finish in finished.items():
             if (sequence := self._sequences.pop(id, None)) is not None:
@@ -237,7 +240,7 @@ class OutputProcessor:
     # ---- output
 
     def flush(self) -> ProcessedOutputs:
-        """Build the outputs that are due from everything added since the last call."""
+        """Build the outputs that are due from all steps that were added since the last call."""
         due: dict[RequestState, list[SequenceState]] = {}
         waiting: list[SequenceState] = []
         for sequence in self._updated:

@@ -98,7 +98,8 @@ def _fill_steps(params: PoolingParams, pooling: PoolingFacts) -> None:
 
 
 def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
-    """Return the start of the tokens of type 1, which must be the rest of the prompt; None without any."""
+    """Return the index of the first token of type 1, or None if all have type 0. Raise a RequestError unless
+    there are `num_tokens` types, first zeros and then ones."""
     types = list(token_type_ids)
     start = types.index(1) if 1 in types else len(types)
     if len(types) != num_tokens or types != [0] * start + [1] * (len(types) - start):
@@ -125,7 +126,8 @@ def reads_pairs(pooling: PoolingFacts) -> bool:
 
 
 def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
-    """Combine texts 1 : 1, 1 : N or N : N."""
+    """Return pairs of the inputs of two sides: 1 : 1, 1 : N (the first with each of the second side), or N :
+    N by position. Raise a RequestError for other lengths."""
     if not firsts or not seconds:
         raise RequestError("At least one text must be given on each side of a score")
     if len(firsts) not in (1, len(seconds)):

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_BUCKETS, WAYS = 1 << 15, 4
-"""Size of the table: prefixes of thousands of long prompts in 1 MiB."""
+"""Number of buckets of the hash table, and entries per bucket: prefixes of thousands of long prompts in 1
+MiB."""
 _EVEN = 32
 """Up to this number of blocks, prefixes of every length are stored. The lengths of longer prefixes are a 16th
 to a 32nd of the length apart."""
@@ -22,7 +23,7 @@ Keys = NDArray[np.uint64]
 
 
 def key_of_session(session: str) -> Keys:
-    """Return the key of a session, which is stored like that of a prefix."""
+    """Return the key of a session as an array of one number, which is stored like the keys of prefixes."""
     digest = hashlib.blake2b(session.encode(), digest_size=8, person=b"session").digest()
     return np.array([int.from_bytes(digest)], np.uint64)
 
@@ -79,7 +80,8 @@ class PrefixMap:
         np.zeros((NUM_BUCKETS, WAYS), np.uint64).tofile(file)
 
     def _rows(self, keys: Keys) -> tuple[NDArray[np.int64], Keys, NDArray[np.bool_]]:
-        """Return the buckets of the keys, their entries, and which of these match."""
+        """Return the bucket index of each key, the entries of its bucket [keys, WAYS], and which of these
+        entries are for the key."""
         buckets = (keys >> np.uint64(24)).astype(np.int64) % len(self._table)
         rows = self._table[buckets]
         return buckets, rows, (rows ^ keys[:, None]) >> _CORE_BITS == 0
@@ -92,7 +94,8 @@ class PrefixMap:
             yield place, [mark % _HOME - 1 for mark in sorted(marks, reverse=True)]
 
     def note(self, keys: Keys, core: int) -> None:
-        """Record that a core got a prompt; the first core of a prefix is its home."""
+        """Record that a prompt with prefixes of these keys was sent to a core; the first core of a prefix is
+        its home."""
         buckets, rows, same = self._rows(keys)
         new = ~(same & (rows & _CORE == core + 1)).any(axis=1)
         if new.any():
@@ -103,7 +106,7 @@ class PrefixMap:
             self._table[buckets[new]] = rows
 
     def drop(self, core: int) -> None:
-        """Remove a core that lost its cache."""
+        """Remove the entries of a core that lost its KV cache."""
         self._table[self._table & _CORE == core + 1] = 0
 
     def clear(self) -> None:

@@ -30,7 +30,7 @@ def with_bar(items: Sequence[T], title: str, use_tqdm: Progress) -> Iterable[T]:
 
 
 class TokenBar:
-    """Bar of finished requests with input and output tokens per second."""
+    """Progress bar that counts finished requests and shows input and output tokens per second."""
 
     def __init__(self, total: int, use_tqdm: Progress) -> None:
         make = _bar_factory(use_tqdm)

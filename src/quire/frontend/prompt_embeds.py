@@ -35,8 +35,8 @@ class PromptEmbedsReader:
     """dtype of the model."""
 
     def read(self, value: Any, check_len: Callable[[int], None]) -> PromptEmbeds:
-        """Read base64 of a saved tensor, or a tensor of torch or numpy. `check_len` may refuse the number of
-        tokens before the data are read."""
+        """Convert base64 of a saved tensor, or a tensor of torch or numpy, of shape [tokens, hidden size].
+        `check_len` may raise for the number of tokens before the data are read."""
         dtype, shape, rows_of = _open_saved(value) if isinstance(value, str | bytes) else _open_tensor(value)
         if dtype not in _TYPES:
             raise _refused(f"is a tensor of {dtype}: it must be of {', '.join(_TYPES[:-1])} or {_TYPES[-1]}")
@@ -59,7 +59,7 @@ class PromptEmbedsReader:
 
 
 def embeds_reader(config: EngineConfig) -> PromptEmbedsReader | None:
-    """Build the reader; None if prompt embeddings are disabled."""
+    """Build the reader for the model of a configuration; None if prompt embeddings are disabled."""
     if not config.model.enable_prompt_embeds:
         return None
     return PromptEmbedsReader(config.checkpoint.facts.hidden, config.model.dtype)

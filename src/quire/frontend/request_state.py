@@ -50,11 +50,11 @@ class SequenceState:
     miss: PrefixMiss | None = None
     finish: FinishReason | None = None
     num_read: int = 0
-    """Tokens that are detokenized."""
+    """Number of output tokens that are detokenized."""
     num_sent: int = 0
-    """Tokens that were part of an output."""
+    """Number of output tokens that were part of an output."""
     num_counted: int = 0
-    """Tokens that were counted for the API key of the request."""
+    """Number of output tokens that were counted for the API key of the request."""
     updated: bool = False
     """Whether the sequence has new output since the last flush."""
     pooled: Floats | None = None
@@ -73,7 +73,8 @@ class SequenceState:
         return delta and self.logprobs is None and not self.has_stops and self.detokenizer is not None
 
     def is_due(self) -> bool:
-        """Return whether an output is due: for the first token, the end, or `interval` new tokens."""
+        """Return whether an output must be built now: for the first token, the end, or after
+        `parent.interval` new tokens."""
         return (
             self.finish is not None
             or not self.num_sent
@@ -106,7 +107,7 @@ class SequenceState:
         )
 
     def _unread(self) -> list[int]:
-        """Return the tokens that are not detokenized yet."""
+        """Return the token ids that are not detokenized yet, and mark them as detokenized."""
         start, self.num_read = self.num_read, len(self.token_ids)
         unread = self.token_ids[start:]
         # A stop token is part of the text only with include_stop_str_in_output.
@@ -207,7 +208,7 @@ class RequestState:
     params: SamplingParams
     arrived_at: float
     interval: int
-    """Tokens per streamed output."""
+    """Number of new tokens after which a further output is streamed."""
     streams: bool
     """Whether each new token is streamed immediately."""
     sequences: list[SequenceState] = field(default_factory=list)
@@ -216,7 +217,7 @@ class RequestState:
     failed: FinishReason | None = None
     """Finish reason of a sequence that failed; None if none has failed."""
     put_text: Callable[[str, int], None] | None = None
-    """Callback for deltas that contain only text."""
+    """Callback for deltas that contain only text: it gets the text and its number of tokens."""
     prompt_logprobs: PromptLogprobs | None = None
     aligned: list[int] | None = None
     pools: bool = False

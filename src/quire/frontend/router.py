@@ -35,7 +35,7 @@ NO_PREFIX = Prefix([], np.empty(0, np.uint64), 0)
 
 @dataclass(slots=True)
 class _Core:
-    """Load of a core."""
+    """Load of an engine core, as far as this process knows it."""
 
     num_local: int = 0
     """Sequences that this process has sent to the core, always exact."""
@@ -46,7 +46,8 @@ class _Core:
 
     @property
     def load(self) -> float:
-        """Return the load in sequences; KV cache usage breaks ties."""
+        """Return the load in sequences. The KV cache usage (0 to 1) is added, so that it decides between
+        equal numbers."""
         pressure = PRESSURE * max(0.0, self.kv_usage - 0.5)
         return self.num_local + self.num_remote + self.num_waiting * pressure + self.kv_usage
 
@@ -68,8 +69,9 @@ class Router:
         prefixes: PrefixMap | None = None,
         first: int = 0,
     ) -> None:
-        """`max_num_seqs` is that of one core. `prefixes` may be shared with other processes;
-        `first` is the first core of the rotation, which should differ between processes."""
+        """Create a router for `num_cores` cores without load. `max_num_seqs` is that of one core. `prefixes`
+        may be shared with other processes; `first` is the first core of the rotation, which should differ
+        between processes."""
         self.policy = policy
         self.cores = [_Core() for _ in range(num_cores)]
         self._keys = PrefixKeys(block_size)
@@ -140,13 +142,14 @@ class Router:
             self.cores[placed[0]].num_local -= placed[1]
 
     def update_load(self, core: int, *, num_running: float, num_waiting: float, kv_usage: float) -> None:
-        """Update the load of a core, which reports the requests of all processes."""
+        """Set the load that a core has reported: the numbers of running and waiting sequences of all
+        processes, and the used share of the KV cache (0 to 1)."""
         load = self.cores[core]
         load.num_remote = max(num_running + num_waiting - load.num_local, 0)
         load.num_waiting, load.kv_usage = num_waiting, kv_usage
 
     def lose(self, core: int) -> None:
-        """Forget the requests and the cache of a core that died."""
+        """Forget the requests and the recorded prefixes of a core that died."""
         self._placed = {id: placed for id, placed in self._placed.items() if placed[0] != core}
         self.cores[core] = _Core()
         self._prefixes.drop(core)

@@ -20,7 +20,7 @@ ROLES = ("query", "document")
 
 @dataclass(slots=True)
 class ScoreInput:
-    """One input: a text, or content parts of a message."""
+    """One input of a pooling model: a chat message with a text or content parts, and its media."""
 
     message: Mapping[str, Any]
     items: list[MediaInput]
@@ -84,7 +84,8 @@ def named_inputs(firsts: list[Any], seconds: list[Any]) -> list[tuple[str, Any]]
 def embed_prompt(
     inputs: InputProcessor, name: str, item: Any, tokenization: Mapping[str, Any] | None
 ) -> Prompt:
-    """Build the prompt of an embedding: content parts in a dict, or any prompt."""
+    """Build the prompt of one input to embed: `item` is a dict with content parts, or any prompt that
+    `InputProcessor.parse` accepts. Errors contain `name`."""
     if isinstance(item, Mapping) and item.get("content") is not None:
         return sides_prompt(inputs, [_prepare_side(inputs, item, "user", name)], None)
     special = bool((tokenization or {}).get("add_special_tokens", True))

@@ -38,7 +38,7 @@ Samples = NDArray[np.float32]
 
 def split_audio(samples: Samples, max_samples: int) -> list[tuple[int, Samples]]:
     """Split audio into pieces of at most `max_samples`, each cut where its last second is quietest. Return
-    the pieces with their starts in samples."""
+    the pieces, each with the index of its first sample."""
     pieces, start = [], 0
     while len(samples) - start > max_samples:
         end = _quietest(samples, start + max_samples - _SEARCHED)
@@ -48,7 +48,8 @@ def split_audio(samples: Samples, max_samples: int) -> list[tuple[int, Samples]]
 
 
 def _quietest(samples: Samples, start: int) -> int:
-    """Return the start of the window with the least power."""
+    """Return the index of the first sample of the window with the least power, in the second after
+    `start`."""
     windows = samples[start : start + _SEARCHED // _WINDOW * _WINDOW].reshape(-1, _WINDOW)
     return start + _WINDOW * int(np.square(windows, dtype=np.float64).mean(axis=1).argmin())
 
@@ -123,8 +124,8 @@ class Transcriber:
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
     ) -> tuple[list[int], AlignmentHeads]:
-        """Return a prompt of the tokens of a request and its answer (`token_ids`), and the request to align
-        the answer with its `num_samples` audio samples."""
+        """Return the tokens of a request and its answer (`token_ids`) as one prompt, and the parameters that
+        make the engine align the answer with its `num_samples` audio samples."""
         raise NotImplementedError
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
@@ -142,7 +143,7 @@ def _lacks_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> bool:
 
 
 class WhisperTranscriber(Transcriber):
-    """Whisper's control tokens: languages, tasks and timestamps."""
+    """Transcriber for Whisper models, which have control tokens for languages, tasks and timestamps."""
 
     tasks = TASKS
     detects_language_first = True
@@ -235,8 +236,8 @@ class WhisperTranscriber(Transcriber):
 
 
 class VoxtralTranscriber(Transcriber):
-    """Voxtral's prompts: the audio is a user's message, followed by an optional language and a token for the
-    task. The model detects the language itself, and takes no previous text."""
+    """Transcriber for Voxtral models: the audio is a user's message, followed by an optional language and a
+    token for the task. The model detects the language itself, and takes no previous text."""
 
     tasks = ("transcribe",)
     detects_language_first = False

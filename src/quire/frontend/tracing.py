@@ -45,7 +45,8 @@ class Tracer:
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
 
     def ended(self, output: AnyOutput, params: SamplingParams, parent: str) -> None:
-        """Export the span of a finished request with its measured times; pooling requests have none."""
+        """Export the span of a finished request with its measured times. Pooling requests have no times:
+        nothing is exported for them."""
         if not isinstance(output, RequestOutput) or (stats := output.metrics) is None or not stats.queued_ts:
             return
         kind = self._trace.SpanKind.SERVER

@@ -15,14 +15,15 @@ _BROKEN = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class WordTimestamp:
-    """A word with the slice of its tokens."""
+    """A word, and the slice (`place`) of the transcribed tokens that it consists of."""
 
     text: str
     place: slice
 
 
 def words_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, spaced: bool) -> list[WordTimestamp]:
-    """Split tokens into words; punctuation belongs to the word next to it."""
+    """Split transcribed tokens into words; punctuation belongs to the word next to it. `spaced` means that
+    the language has spaces between words."""
     words = list[WordTimestamp]()
     for piece in _pieces(tokenizer, token_ids):
         bare = piece.text.strip()

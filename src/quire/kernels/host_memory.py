@@ -50,7 +50,10 @@ def pin(memory: Tensor) -> bool:
         with contextlib.suppress(torch.AcceleratorError, torch.OutOfMemoryError):
             torch.ones(1, device="cuda")  # CUDA would report the error at the next launch
         log.warning(
-            "%d bytes of host memory cannot be pinned (CUDA error %d): copies are slower", len(memory), failed
+            "%d bytes of host memory cannot be pinned (CUDA error %d): copies from and to the GPU "
+            "are slower; check `ulimit -l`",
+            len(memory),
+            failed,
         )
     else:
         _pinned.add(memory.data_ptr())

@@ -58,8 +58,8 @@ class KVScales(LoadedModule):
 
     @property
     def v(self) -> float:
-        """Return the scale of cached values. If the checkpoint has one kv_scale for keys and values, return
-        the scale of keys, in which it is stored."""
+        """Return the scale of cached values. If the checkpoint has one scale for both keys and values
+        (kv_scale), it is stored as the scale of keys, which is returned."""
         shared = "v" not in self.values and self._stored.get("k", "").endswith(".kv_scale")
         return self.k if shared else float(self.values["v"]) if "v" in self.values else 1.0
 
@@ -69,7 +69,7 @@ class KVScales(LoadedModule):
 
 
 class PagedAttention(LoadedModule):
-    """QK norm (if the model has one), RoPE, cache write, and paged attention."""
+    """Attention of one decoder layer: optional QK norm, RoPE, KV cache write, and paged attention."""
 
     def __init__(
         self, spec: AttentionSpec, rope: Rope, scope: Scope, alibi_slopes: tuple[float, ...] = ()
@@ -127,8 +127,8 @@ class PagedAttention(LoadedModule):
         self.spec = replace(self.spec, k_scale=scales[0], v_scale=scales[1])
 
     def forward(self, x: Tensor, qkv: Callable[[Tensor, HeadEntry, Batch], Tensor], batch: Batch) -> Tensor:
-        """Attend and return [T, heads * head_dim]. `qkv` projects x [T, size_in], writes rotated keys and
-        values to the cache, and returns the rotated queries."""
+        """Return the attention output [T, heads * head_dim]. `qkv` is a function that projects x [T,
+        size_in], writes rotated keys and values to the KV cache, and returns the rotated queries."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         spec, caches, batch = self.spec, (self.k_cache, self.v_cache), batch.groups[self.group]
         rotations = self.rope.of(batch)
@@ -138,7 +138,8 @@ class PagedAttention(LoadedModule):
         ).flatten(1)
 
     def attend(self, qkv: Tensor, batch: Batch) -> Tensor:
-        """Return the attention [T, heads * head_dim] of concatenated queries, keys and values."""
+        """Return the attention output [T, heads * head_dim]. `qkv` holds the concatenated queries, keys and
+        values of each token."""
         return self.forward(qkv, lambda qkv, entry, batch: self.ops.rotate_and_write(qkv, entry), batch)
 
     def targets(self) -> Iterator[Target]:

@@ -37,7 +37,8 @@ class KVLinear(Linear):
 
 
 class CrossAttention(nn.Module):
-    """Query projection of tokens, KV projection of encoder vectors, attention, output projection."""
+    """Cross-attention of tokens to encoder vectors: query and KV projections, attention, output
+    projection."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -67,8 +68,9 @@ class CrossAttention(nn.Module):
             cache[first:].flatten(0, 1)[: len(projected)].copy_(projected)
 
     def keys_of(self, blocks: Tensor, heads: list[int]) -> Tensor:
-        """Return the cached keys of an encoded item, [vectors, heads, head_dim]. `blocks` are the indices of
-        its cache blocks, `heads` those of the query heads."""
+        """Return the cached keys of an encoded item, [vectors, len(heads), head_dim]. `blocks` are the
+        indices of its cache blocks, `heads` are indices of query heads, for which the matching KV heads are
+        returned."""
         assert self.k_cache is not None, "bind() comes before keys_of()"
         shared = self.spec.heads // self.spec.kv_heads
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
@@ -84,11 +86,10 @@ class CrossAttention(nn.Module):
 
 
 class CrossAttentionCache(nn.Module):
-    """Cross-attention KV cache of all layers, with one slot per item (such as an audio clip), and the slot of
-    each row (sequence).
+    """Cross-attention KV cache of all layers. It has one slot per item (such as an audio clip), and records
+    the slot of the sequence in each batch row.
 
-    For the attention backend each token is a sequence, and its earlier tokens are the encoder's vectors.
-    """
+    For the attention backend each token is a sequence, whose earlier tokens are the encoder's vectors."""
 
     def __init__(self, layers: Sequence[CrossAttention], num_vectors: int, scope: Scope) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ class TokenEmbedding(_Table):
         assert self.weight.rows is not None, "this weight format does not support embedding lookup"
 
     def forward(self, token_ids: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return the embeddings [T, hidden], with the adapters of the batch's tokens applied."""
+        """Return the embeddings [T, hidden], with the LoRA adapters of the batch's tokens applied."""
         lora = None if batch is None else batch.lora
         if lora is None:
             return self.rows(token_ids)
@@ -212,6 +212,6 @@ class Head(LoadedModule):
         return self.extra_rows is not None and lora is not None and lora.uses_extra_vocab
 
     def rows(self, token_ids: list[int]) -> Tensor:
-        """Return the rows of the LM head weight for these tokens, [len(token_ids), hidden]."""
+        """Return the rows of the LM head weight for these token ids, [len(token_ids), hidden]."""
         device = self.table.weight.shape.device
         return self.table.rows(torch.tensor(token_ids, device=device))

@@ -38,8 +38,9 @@ def rotate_on(device: torch.device) -> Callable[[Tensor, Angles], None]:
 
 
 class EncoderAttention(nn.Module):
-    """QKV projection, bidirectional attention, output projection. `names` are the checkpoint names of query,
-    key and value, or one fused name; `out` is the output projection."""
+    """Bidirectional attention of an encoder layer, with QKV and output projections. `names` are the
+    checkpoint names of query, key and value, or one fused name; `out` is the name of the output
+    projection."""
 
     def __init__(
         self,
@@ -60,8 +61,9 @@ class EncoderAttention(nn.Module):
         self.out = RowLinear(facts.hidden, facts.hidden, scope / out, bias=facts.out_bias)
 
     def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None = None) -> Tensor:
-        """Attend within each of `texts` and return [T, hidden]. A `bias` [heads or 1, length, length] is
-        added to the attention scores; with it plain torch computes the attention."""
+        """Return the attention output [T, hidden]; tokens attend within their text (a token range of
+        `texts`). A `bias` [heads or 1, length, length] is added to the scores; plain torch then computes the
+        attention."""
         q, k, v = self.qkv.multiply(x, batch).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
         if self.rope is not None:
             cos, sin = self.rope.table[batch.positions][:, None].chunk(2, -1)

@@ -35,15 +35,16 @@ class ExpertRouter(Linear):
         self.chosen = self.weight.chosen
 
     def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
-        """Return expert ids and weights, [T, per_token] each; `bias` [experts] affects only the choice.
-        Record the ids in `batch.routes` if requests return them."""
+        """Return the ids of the chosen experts and their weights, [T, experts per token] each. `bias`
+        [experts] affects only the choice. Record the ids in `batch.routes` if requests return them."""
         ids, weights = self.choose(x, bias, batch)
         if batch is not None and batch.routes is not None:
             batch.routes.append(ids)
         return ids, weights
 
     def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
-        """Return expert ids and weights as `forward` does, but do not record the ids in the batch."""
+        """Return the chosen experts' ids and weights, as `forward` does, but do not record the ids in the
+        batch."""
         if self.chosen is not None and self.adapters_of(batch) is None:
             return self.chosen(x, routing=self.routing, bias=bias)
         return self.ops.route(self.multiply(x, batch), self.routing, bias)

@@ -90,7 +90,8 @@ class Linear(nn.Module):
         return orders[part] if orders else None
 
     def adapters_of(self, batch: Batch | None) -> tuple[LoRALayer, LoRATokens] | None:
-        """Return the LoRA layer and the adapter slots of the tokens; None if no token has an adapter here."""
+        """Return the LoRA layer and the adapter slot of each token; None if no token has a LoRA adapter for
+        this layer."""
         if self.lora_layer is None:
             return None
         assert batch is not None, "a layer that takes adapters needs the batch: call layer(x, batch)"
@@ -274,8 +275,8 @@ class QKVLinear(Linear):
         self.entered = self.weight.entered
 
     def forward(self, x: Tensor, entry: HeadEntry, batch: Batch | None = None) -> Tensor:
-        """Project [T, size_in], write rotated keys and values to the cache slots of `entry`, and return
-        rotated queries [T, heads, head_dim]."""
+        """Project x [T, size_in] to queries, keys and values, and apply RoPE. Write keys and values to the
+        cache slots of `entry`; return the queries [T, heads, head_dim]."""
         if self.norms is not None or self.transform_qkv is not None:
             qkv = self.multiply(x, batch)
             if self.norms is not None:
@@ -286,7 +287,8 @@ class QKVLinear(Linear):
         return self.ops.rotate_and_write(self.multiply(x, batch), entry) if q is None else q
 
     def _project_fused(self, x: Tensor, entry: HeadEntry, batch: Batch | None) -> Tensor | None:
-        """Run the weight's fused kernel; return None if there is no such kernel or it does not support x."""
+        """Return the rotated queries that the weight's fused kernel computes; None if there is no such kernel
+        or it does not support x or the batch's LoRA adapters."""
         if (adapters := self.adapters_of(batch)) is None:
             return None if self.entered is None else self.entered(x, entry)
         lora_layer, lora = adapters

@@ -67,7 +67,8 @@ class AdapterSlots:
         self._spares: deque[Tensor] = deque()
 
     def plan(self, lora: LoRATokens | None) -> LoRATokens | None:
-        """Return `lora` with the metadata that LoRA kernels need; None if there are no tokens."""
+        """Return `lora`, the adapter slots of a batch's tokens, with the metadata that LoRA kernels need;
+        None if there are no tokens."""
         if lora is None or not len(lora.slots):
             return None
         layer = next(iter(self.layers.values()), None)
@@ -80,7 +81,8 @@ class AdapterSlots:
         return not self.only or any(name.rpartition(".")[2] in self.only for name in names)
 
     def add_table(self, kind: str, name: str, shard: Shard, hidden: int, group: Group) -> LoRATable | None:
-        """Reserve memory for adapters that replace this embedding or head; return None if none may."""
+        """Add slots for adapters that replace this embedding or head (`kind`) entirely; return None if
+        adapters may not replace it."""
         if kind not in self.whole_modules:
             return None
         table = self.tables[name] = LoRATable(_known_as(kind, name), self, shard, hidden, group)
@@ -89,7 +91,8 @@ class AdapterSlots:
     def add_vocab_rows(
         self, kind: str, name: str, vocab: int, hidden: int, *, tied: bool = False
     ) -> LoRAVocabRows | None:
-        """Reserve memory for rows of tokens that adapters add or retrain; return None if none may."""
+        """Add slots for embedding or head rows of tokens that adapters add or retrain; return None if LoRA
+        extra vocabulary is off."""
         if not self.max_extra_vocab:
             return None
         rows = self.vocab_rows[kind] = LoRAVocabRows(_known_as(kind, name), self, vocab, hidden, tied=tied)
@@ -97,7 +100,7 @@ class AdapterSlots:
 
     @property
     def slot_size(self) -> int:
-        """Return the number of elements in a slot: the adapter weights of all LoRA layers."""
+        """Return the number of elements (not bytes) of a slot: the adapter weights of all LoRA layers."""
         return sum(part.size for part in self._parts)
 
     @property
@@ -134,8 +137,8 @@ class AdapterSlots:
         return torch.empty(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
     def room(self, ranks: Mapping[str, int]) -> dict[str, LoRAFactors]:
-        """Allocate contiguous host memory for an adapter, and return its part for each layer. `ranks` holds
-        the adapter's rank by the name of the LoRA layer."""
+        """Allocate contiguous host memory for an adapter, and return the A and B matrices to fill, by layer
+        name. `ranks` holds the adapter's rank by the name of the LoRA layer."""
         shapes = {name: self.layers[name].shapes(rank) for name, rank in ranks.items()}
         size = sum(math.prod(shape) for both in shapes.values() for shape in both)
         memory, factors, at = self._host_memory(size), {}, 0
@@ -146,7 +149,8 @@ class AdapterSlots:
         return factors
 
     def table_room(self, name: str) -> Tensor:
-        """Allocate host memory for this device's rows of an adapter's own embedding or head."""
+        """Return uninitialized host memory for this device's rows, [rows, hidden], of an adapter's embedding
+        or head."""
         table, pins = self.tables[name], self.device.type == "cuda"
         return torch.empty(table.num_rows, table.hidden, dtype=self.dtype, pin_memory=pins)
 
@@ -157,8 +161,8 @@ class AdapterSlots:
         tables: Mapping[str, Tensor] | None = None,
         vocab_rows: Mapping[str, LoRAVocab] | None = None,
     ) -> None:
-        """Copy an adapter into a slot in place of the slot's adapter. The arguments hold the adapter's
-        tensors by the name of their layer. Copies from pinned memory are asynchronous."""
+        """Copy an adapter's tensors, by layer name, into a slot, and overwrite the adapter there. Copies from
+        pinned memory are asynchronous."""
         assert self._memory is not None, "allocate() comes first"
         self._memory[slot, : sum(lora_layer.size for lora_layer in self.layers.values())].zero_()
         for name, layer_factors in factors.items():

@@ -76,7 +76,8 @@ class LoRALayer:
         slots.layers[name] = self
 
     def adapted(self, lora: LoRATokens) -> LoRAHeads | None:
-        """Return the adapter weights for a fused GEMM kernel; None if `add` must run after the GEMM."""
+        """Return the adapter weights for a GEMM kernel that applies them; None if `add` must be called after
+        the GEMM."""
         return LoRAHeads(self.a, self.b, self.part_sizes, lora.assigned)
 
     def add(self, out: Tensor, x: Tensor, lora: LoRATokens) -> Tensor:
@@ -87,7 +88,7 @@ class LoRALayer:
     # ---- memory
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
-        """Return the shapes of `LoRAFactors` for an adapter of this rank."""
+        """Return the shapes of the A and B matrices (`LoRAFactors`) of an adapter of this rank."""
         front = () if self.num_experts is None else (self.num_experts,)
         return (*front, len(self.part_sizes), rank, self.size_in), (*front, sum(self.part_sizes), rank)
 
@@ -98,11 +99,11 @@ class LoRALayer:
 
     @property
     def size(self) -> int:
-        """Return the number of elements of a slot."""
+        """Return the number of elements (not bytes) of this layer in one adapter slot."""
         return sum(_aligned(math.prod(shape)) for shape in self.slot_shapes)
 
     def bind(self, memory: Tensor) -> None:
-        """Use `memory` [slots, size] for the weights."""
+        """Use `memory` [slots, size] for the A and B matrices of all adapter slots."""
         a, b = self.slot_shapes
         start = _aligned(math.prod(a))
         self._slots_memory = LoRAFactors(

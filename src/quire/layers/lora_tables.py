@@ -41,7 +41,7 @@ class _SlotRows:
 
     @property
     def size(self) -> int:
-        """Return the number of elements of a slot."""
+        """Return the number of elements (not bytes) of these rows in one adapter slot."""
         return self.num_rows * self.hidden
 
     def bind(self, memory: Tensor) -> None:
@@ -65,7 +65,8 @@ class LoRATable(_SlotRows):
         """Whether the adapter of each slot replaces this embedding or head."""
 
     def put(self, slot: int, table: Tensor | None) -> None:
-        """Store the table of a slot's adapter; `table` is None if the adapter has no table."""
+        """Copy an adapter's whole embedding or head weight (`table`) into a slot; None if the adapter has
+        none."""
         self.has_table[slot] = table is not None
         if table is not None:
             self.rows[slot].copy_(table, non_blocking=True)

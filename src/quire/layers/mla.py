@@ -24,15 +24,17 @@ from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 
 class MLAAttention(nn.Module):
-    """MLA: writes the latents of tokens to the cache and attends to cached latents. Its weight is kv_b_proj.
-    Heads are sharded over the tensor-parallel group, latents are replicated."""
+    """Multi-head latent attention: writes the KV latents of tokens to the cache and attends to cached
+    latents. Its weight is kv_b_proj. Heads are sharded over the tensor-parallel group, latents are
+    replicated."""
 
     def __init__(self, spec: MLASpec, rope: Rope, norm: RMSNorm, scope: Scope, *, index_dim: int = 0) -> None:
         """Build the layer. `index_dim` is the size of the sparse indexer's keys; 0 if there is no indexer."""
         super().__init__()
         self.index_dim = index_dim
         self.index_keys: Tensor | None = None
-        """[num_blocks, block_size, index_dim], the cached keys of the sparse indexer"""
+        """Cached keys of the sparse indexer, [num_blocks, block_size, index_dim]; None until bound or without
+        indexer."""
         self.name = scope.name
         self.spec = spec
         self.rope = rope
@@ -50,7 +52,8 @@ class MLAAttention(nn.Module):
         self.group = 0
 
     def _build_quantized(self, size: int, scope: Scope) -> tuple[Weight, ...]:
-        """Return the quantized weight, which `finish` dequantizes; () if the weight is not quantized."""
+        """Return the quantized kv_b_proj weight, which `finish` dequantizes, in a tuple; () if it is not
+        quantized."""
         rank, runs = self.spec.rank, ((self.shard,),)
         shape = LinearShape(
             rank,
@@ -76,7 +79,7 @@ class MLAAttention(nn.Module):
         return lora_layer
 
     def adapted(self, batch: Batch) -> MLALoRA | None:
-        """Return the adapters of the batch's tokens; None if no token has an adapter."""
+        """Return the LoRA adapters of the batch's tokens for kv_b_proj; None if no token has an adapter."""
         lora_layer = self.lora_layer
         if lora_layer is None or batch.lora is None:
             return None
@@ -156,8 +159,9 @@ class SparseIndexer(nn.Module):
         self.scale = (facts.heads * facts.dim) ** -0.5
 
     def forward(self, x: Tensor, q_latent: Tensor, keys: Tensor, batch: Batch) -> SparseIndices | None:
-        """Write the keys of x [T, hidden] to the cache `keys` [num_blocks, block_size, dim], and return the
-        tokens that the queries of `q_latent` [T, q_latent] select."""
+        """Write the keys of x [T, hidden] to the cache `keys` [num_blocks, block_size, dim]. Return the
+        cached tokens to which each token attends, selected by queries that are projected from the query
+        latents `q_latent`."""
         facts = self.facts
         queries = self._rotate(self.q(q_latent, batch).view(len(x), facts.heads, facts.dim), batch)
         new_keys = self._rotate(self.k_norm.normalize(self.k(x, batch))[:, None], batch)[:, 0]

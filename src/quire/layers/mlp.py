@@ -16,8 +16,8 @@ _NAMES, _FUSED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_p
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)). `names` are the checkpoint names, `down` last; by default Llama's or, for a
-    fused gate and up, Phi-3's. `sums` is whether the output is all-reduced."""
+    """Gated MLP, down(act(gate(x)) * up(x)). `names` are the checkpoint names, `down` last; by default
+    Llama's or, for a fused gate and up, Phi-3's. `sums` is whether the output is all-reduced."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class MLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(act(up(x))). `names` are the checkpoint names; `sums` is whether the output is all-reduced."""
+    """Plain MLP, down(act(up(x))). `names` are the checkpoint names; `sums` is whether the output is
+    all-reduced."""
 
     def __init__(
         self,

@@ -163,7 +163,7 @@ class ExpertLoRALayers:
         self.down: LoRALayer | None = None
 
     def of(self, batch: Batch | None) -> ExpertAdapters | None:
-        """Return the adapters of the batch's tokens; None if no token has an adapter."""
+        """Return the LoRA adapters of the batch's tokens for the experts; None if no token has an adapter."""
         if self.gate_up is None or self.down is None:
             return None
         assert batch is not None, "experts that take adapters need the batch: call layer(x, batch)"
@@ -202,7 +202,7 @@ class ExpertLoRALayers:
             self.slots.stacks[name] = stack
 
     def _add_targets(self, expert: int, experts: "Experts") -> None:
-        """Add the targets of one expert, with names as in a checkpoint with one tensor per expert."""
+        """Add the LoRA targets of one expert, named as in a checkpoint with one tensor per expert."""
         assert self.gate_up is not None and self.down is not None
         for name, part in experts.stored_names():
             front, _, last = name.rpartition(".")
@@ -307,7 +307,7 @@ class Experts(nn.Module):
             yield from map(self._select_local, self._bias_targets(biases))
 
     def _select_local(self, target: Target) -> Target:
-        """Limit the target of a tensor with all experts to the experts of this device."""
+        """Return the load target of a tensor with all experts, limited to the experts of this device."""
         if self.places is None:
             return target
         return target._replace(axis=0, runs=shards_of(self.local_experts, self.num_experts))
@@ -348,8 +348,8 @@ class Experts(nn.Module):
         yield Target(last, down)
 
     def gate_up_shards(self) -> Runs:
-        """Return the part of a fused gate and up tensor that this tensor-parallel rank loads. Gate and up are
-        concatenated or interleaved in the tensor."""
+        """Return the ranges of a fused gate and up tensor that this tensor-parallel rank loads; gate and up
+        are concatenated or interleaved in the tensor."""
         size, start, total = self.shard
         if self.names.layout == "interleaved":
             return (Shard(2 * size, 2 * start, 2 * total),)

@@ -32,8 +32,8 @@ class Norm(LoadedModule):
         self.weight = frozen_parameter(weight)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and the sum itself, which replaces the values of `residual`.
-        Without a residual, the sum is x."""
+        """Return the norm of x + residual, and the sum, which is written to `residual` in place. Without a
+        residual, the sum is x."""
         if residual is None:
             return self.normalize(x), x
         return self.add_and_normalize(x, residual), residual

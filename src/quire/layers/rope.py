@@ -40,7 +40,8 @@ def _llama3(rope: RopeFacts, max_len: int) -> Tensor:
 
 
 def _yarn(rope: RopeFacts, max_len: int) -> Tensor:
-    """Return YaRN's frequencies: as Llama 3's, but interpolated by the index of the frequency."""
+    """Return YaRN's frequencies: low ones divided by the factor, high ones unchanged, others interpolated by
+    the index of the frequency."""
 
     def index_of(rotations: float) -> float:
         period = rope.original_max_len / (rotations * 2 * math.pi)
@@ -112,8 +113,8 @@ def half_split_order(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
 
 
 def num_mrope_positions(max_len: int) -> int:
-    """Return the number of positions of an M-RoPE table: those of an image may exceed its number of
-    tokens."""
+    """Return the number of rows of an M-RoPE table for sequences of `max_len` tokens: positions in an image
+    may exceed its number of tokens."""
     return 2 * max_len
 
 
@@ -134,7 +135,7 @@ class Rope(nn.Module):
     """
 
     table: Tensor
-    """[max_len, dim]: cosines, then sines."""
+    """Table [max_len, dim] by position: in each row cosines, then sines."""
     axes: Tensor
     """[dim], the M-RoPE axis of each column of the table (see `axes_of`); None without M-RoPE"""
 
@@ -154,8 +155,8 @@ class Rope(nn.Module):
         self.register_buffer("axes", axes, persistent=False)
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return a cos/sin table, and the table's row for each token. For M-RoPE the table is composed for
-        the tokens of the batch, once per step."""
+        """Return a cos/sin table, and for each token of the batch its row in the table. For M-RoPE the table
+        is composed for the tokens of the batch, once per step."""
         positions = batch.mrope_positions
         if positions is None or positions.ndim == 1:
             return self.table, batch.positions if positions is None else positions

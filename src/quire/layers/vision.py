@@ -113,7 +113,8 @@ class VisionAttention(nn.Module):
         self.out = RowLinear(heads * head_dim, hidden, scope / style.out, bias=style.out_bias)
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        """Attend within each span, such as an image, and return [T, hidden]. `angles` rotate Q and K."""
+        """Return the attention output [T, hidden]; patches attend within their span, such as an image.
+        `angles` are the RoPE angles of queries and keys; None without RoPE."""
         qkv = self.qkv.multiply(x)
         if len(self.norms):
             weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
@@ -129,8 +130,8 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    """down(act(up(x))), or down(act(gate(x)) * up(x)) with three `names`. `size_out` defaults to the input
-    size. Also used as the merger or projector of an encoder."""
+    """Plain MLP, down(act(up(x))), or gated MLP, down(act(gate(x)) * up(x)), with three `names`. `size_out`
+    defaults to the input size. Also used as the merger or projector of an encoder."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class VisionMLP(nn.Module):
             second.widen(inputs=unit)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [T, size_out] from [T, hidden]."""
+        """Return the output of the MLP, [T, size_out], for x [T, hidden]."""
         up = self.up(x)
         return self.down(up if self.act is None else self.act(up))
 
@@ -259,7 +260,8 @@ class PatchEmbedding(LoadedModule):
 
 
 def patches_of(pixels: Tensor, size: int) -> Tensor:
-    """Split images [N, channels, height, width] into [N, patches, channels * size * size], row by row."""
+    """Split images [N, channels, height, width] into patches of side `size`, [N, patches, channels * size *
+    size], row by row."""
     parts = pixels.unfold(2, size, size).unfold(3, size, size)  # [N, channels, rows, columns, size, size]
     return parts.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 

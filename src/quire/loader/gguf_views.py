@@ -93,7 +93,8 @@ def _one(name: str, tensor: GGUFTensor, facts: ArchFacts) -> View:
 
 
 def _repeated_keys(name: str, tensor: GGUFTensor, facts: ArchFacts) -> NDArray[np.intp] | None:
-    """Return the rows of queries, keys and values of Qwen3.5, with a query and a key for each value head.
+    """Return the indices of the stored rows of Qwen3.5's query, key and value projection or convolution, with
+    a query and a key for each value head; None: the rows are used as stored.
 
     With k key heads and r value heads per key head, value head i belongs to key head i % k in these files,
     but to key head i // r in checkpoints. Value heads cannot be moved: columns of the output projection share

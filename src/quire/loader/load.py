@@ -189,7 +189,7 @@ def _open_saved(
 
 
 class LoadProgress:
-    """Loading progress: a progress bar, and a callback with the loaded fraction."""
+    """Loading progress: a progress bar, and a callback with the loaded fraction (0 to 1)."""
 
     def __init__(self, on_progress: Callable[[float], None] | None, *, show: bool) -> None:
         self._bar = tqdm(desc="Loading weights", disable=not show or not sys.stderr.isatty())

@@ -73,7 +73,8 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoRAWeights:
-    """An adapter in host memory: the shards that this device needs, ready for a slot."""
+    """A LoRA adapter in host memory: the shards that this device needs, ready to be copied to an adapter
+    slot."""
 
     facts: AdapterFacts
     factors: dict[str, LoRAFactors]
@@ -85,7 +86,8 @@ class LoRAWeights:
 
 
 class LoRAPair(NamedTuple):
-    """The matrices of one target: `a` [rank, size_in] and `b` [size_out, rank] as in the checkpoint."""
+    """The LoRA matrices of one projection (target) of the model: `a` [rank, size_in] and `b` [size_out,
+    rank], as in the checkpoint."""
 
     target: LoRATarget
     names: tuple[str, str]
@@ -95,8 +97,8 @@ class LoRAPair(NamedTuple):
 
 
 class LoRAReader:
-    """Reader of adapters for the LoRA layers of `slots`; `layers` are the decoder layers of this pipeline
-    stage (None: all)."""
+    """Reader of adapters for the LoRA layers of `slots`; `layers` are the indices of the decoder layers of
+    this pipeline stage (None: all)."""
 
     def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
         self.slots = slots
@@ -193,7 +195,9 @@ class LoRAReader:
             else:
                 num_ignored += 1
         if num_ignored:
-            log.warning("Ignored %d layers of an adapter that are not in lora_target_modules", num_ignored)
+            log.warning(
+                "Ignored %d layers of a LoRA adapter that are not in lora_target_modules", num_ignored
+            )
 
     def _pairs(self, tensors: dict[str, Tensor]) -> dict[str, Pair]:
         names: dict[str, dict[str, str]] = {}
@@ -339,7 +343,7 @@ class LoRAConfigFile:
     """Whether the scale is divided by the square root of the rank (rsLoRA)."""
     ranks: dict[str, int]
     alphas: dict[str, float]
-    """Ranks and alphas that differ from `rank` and `alpha`, by patterns of layer names."""
+    """`ranks` and `alphas`: values that differ from `rank` and `alpha`, by pattern of layer names."""
     saved: list[str]
     """Layers that the adapter replaces as a whole, by suffixes of their names."""
     token_ids: dict[str, list[int]]
@@ -372,12 +376,13 @@ class LoRAConfigFile:
         )
 
     def scale(self, layer: str) -> tuple[int, float]:
-        """Return the rank of a layer's matrices and their scale."""
+        """Return (rank, scale) of a layer's LoRA update, which is scale * B A."""
         rank, alpha = _by_pattern(layer, self.ranks, self.rank), _by_pattern(layer, self.alphas, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.by_root else rank)
 
     def check(self, layer: str, target: LoRATarget, pair: Pair) -> LoRAPair:
-        """Check the shapes of a layer's matrices, and return them as the pair of a target."""
+        """Raise a ConfigError if the matrices of a layer have wrong shapes; otherwise return them as a
+        `LoRAPair`."""
         rank, scale = self.scale(layer)
         size_in, size_out = target.sizes
         for name, tensor, expected in zip(
@@ -430,12 +435,13 @@ def _pattern(keys: ConfigReader, key: str) -> dict[str, float]:
 
 
 def _by_pattern(layer: str, patterns: Mapping[str, T], otherwise: T) -> T:
-    """Return the value of the first pattern that, as in PEFT, matches the name or its end behind a dot."""
+    """Return the value of the first pattern that matches the layer's name or its end behind a dot, as in
+    PEFT; `otherwise` if no pattern matches."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), otherwise)
 
 
 def _by_alias(items: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Return each layer's value under all names that adapters may use for the layer."""
+    """Map every name that adapters may use for a layer to the value that `items` has for the layer."""
     return {alias: value for name, value in items for alias in _aliases(name)}
 
 

@@ -39,7 +39,7 @@ class _Opened(NamedTuple):
 
 
 class LoRAContents(NamedTuple):
-    """Digest and tensors of an adapter's files."""
+    """SHA-256 digest of an adapter's config and tensor files, and its tensors by name."""
 
     digest: bytes
     tensors: dict[str, Tensor]
@@ -84,8 +84,8 @@ class LoRAFiles:
         return _Opened(name, fd, status.st_size)
 
     def check_sizes(self, most: int) -> None:
-        """Raise a ConfigError if the tensor file has more than `most` bytes, or the config file too many.
-        Called before reading, since the folder may contain anything."""
+        """Raise a ConfigError if the tensor file has more than `most` bytes, or the config file more than a
+        fixed limit. Called before reading, since the folder may contain anything."""
         for file, limit in ((self._config, _MAX_CONFIG), (self._tensors, most)):
             if file is not None and file.size > limit:
                 raise ConfigError(
@@ -106,7 +106,8 @@ class LoRAFiles:
         return PICKLE if self._tensors is None else self._tensors.name
 
     def contents(self) -> LoRAContents:
-        """Read the files once, so that the digest belongs to these tensors."""
+        """Return the digest and the tensors of the adapter. The files are read once, so that the digest
+        belongs to these tensors."""
         file = self._tensors
         if file is None:
             raise ConfigError(f"{self.folder} has neither {TENSORS} nor {PICKLE}")
@@ -126,7 +127,8 @@ class LoRAFiles:
 
 
 def _read_part(file: _Opened, memory: memoryview, start: int) -> bytes:
-    """Read a part of the file and return its digest."""
+    """Read up to `_PART_BYTES` bytes from the offset `start` into `memory`, and return their SHA-256
+    digest."""
     part = rest = memory[start : start + _PART_BYTES]
     while rest:
         count = os.preadv(file.fd, [rest], start + len(part) - len(rest))

@@ -22,7 +22,8 @@ Scale = Callable[[str], tuple[int, float]]
 
 
 def token_indices(keys: ConfigReader) -> dict[str, list[int]]:
-    """Return `trainable_token_indices` by the suffix of a layer's name; '' stands for the embedding."""
+    """Return the token ids in PEFT's `trainable_token_indices`, by the suffix of a layer's name; '' stands
+    for the embedding."""
     indices = keys.get("trainable_token_indices") or {}
     by_layer = indices if isinstance(indices, dict) else {"": indices}
     for ids in by_layer.values():
@@ -36,7 +37,7 @@ class _Layer:
     """The tensors of an adapter for the embedding or the head."""
 
     base: Tensor | None = None
-    """Rows of tokens beyond the model's vocabulary; None if the adapter has none."""
+    """Rows [k, hidden] of the k tokens beyond the model's vocabulary; None if the adapter has none."""
     factors: dict[str, Tensor] = field(default_factory=dict)
     """LoRA factors of `base`: A [rank, k] and B of an embedding, A and B [k, rank] of a head."""
     scale: float = 1.0
@@ -45,8 +46,8 @@ class _Layer:
 
 
 class LoRAVocabReader:
-    """Extracts rows of added and trained tokens from an adapter; `kinds` maps layers to embed_tokens or
-    lm_head."""
+    """Extracts rows of added and trained tokens from an adapter; `kinds` maps layer names to `embed_tokens`
+    or `lm_head`."""
 
     def __init__(self, slots: AdapterSlots, kinds: Mapping[str, str]) -> None:
         self.slots, self._kinds = slots, kinds
@@ -55,8 +56,8 @@ class LoRAVocabReader:
     def take(
         self, tensors: dict[str, Tensor], token_ids: Mapping[str, list[int]], scale: Scale
     ) -> dict[str, LoRAVocab]:
-        """Take the rows of added and trained tokens out of `tensors`, and return them by embed_tokens and
-        lm_head. Other rows of the model's own tokens stay in `tensors`."""
+        """Remove the rows of added and trained tokens from `tensors`, and return them under the keys
+        `embed_tokens` and `lm_head`. Other rows of the model's own tokens stay in `tensors`."""
         if token_ids and not self.slots.vocab_rows:
             raise ConfigError(f"trainable_token_indices is not supported: {self.slots.no_extra_vocab}")
         layers: dict[str, _Layer] = {}
@@ -74,8 +75,8 @@ class LoRAVocabReader:
         return vocabs
 
     def why_not(self, tensor: Tensor, size: int) -> str:
-        """Return the end of an error message, why an adapter cannot add tokens, if `tensor` has more than
-        `size` rows; otherwise an empty string."""
+        """Return the end of an error message, which says why an adapter cannot add tokens, if `tensor` has
+        more than `size` rows; otherwise an empty string."""
         if len(tensor) <= size:
             return ""
         return f": an adapter cannot bring tokens here, {self.slots.no_extra_vocab}"
@@ -149,7 +150,8 @@ class LoRAVocabReader:
         )
 
     def _check(self, vocabs: Mapping[str, LoRAVocab]) -> None:
-        """Check that new tokens have consecutive ids and are as many in embedding and head."""
+        """Raise a ConfigError unless new tokens have consecutive ids after the model's vocabulary and are
+        equally many in the embedding and the head."""
         new = {
             kind: sorted(id for id in vocabs[kind].ids.tolist() if id >= vocab_slots.vocab)
             if kind in vocabs
@@ -168,7 +170,7 @@ class LoRAVocabReader:
 
 
 def _sum_rows(kind: str, layer: _Layer) -> Tensor:
-    """Return the rows of new tokens with their LoRA update, [k, hidden] in float32."""
+    """Return the rows [k, hidden] of the k new tokens with their LoRA update, in float32."""
     assert layer.base is not None
     rows, (a, b) = layer.base.float(), (layer.factors.get(name) for name in "AB")
     if a is None or b is None:

@@ -28,7 +28,7 @@ _INITIAL = 1 << 20
 
 
 class TensorPlace(NamedTuple):
-    """Memory of one or several tensors of a layer, and its offset in the device buffer."""
+    """A storage with one or several tensors of a layer, and its offset in the device buffer, in bytes."""
 
     storage: UntypedStorage
     offset: int
@@ -58,8 +58,9 @@ class LayerOffload:
     def __init__(
         self, wanted_bytes: float, device: torch.device, *, small: int = _SMALL, initial: int = _INITIAL
     ) -> None:
-        """Prepare to offload layers of at least `wanted_bytes`. Tensors below `small` bytes stay on the
-        device, and those below `initial` bytes have memory while the model is built."""
+        """Build a `LayerOffload` that moves layers with at least `wanted_bytes` in total to host memory.
+        Tensors below `small` bytes stay on the device, and those below `initial` bytes keep their memory
+        while the model is built."""
         self.layers: list[OffloadedLayer] = []
         """The offloaded layers, in the order of the model once they are placed."""
         self.buffers: list[Tensor] = []
@@ -99,18 +100,20 @@ class LayerOffload:
         return self._targets.get(module) or module.targets()
 
     def layer_number(self, module: Loads) -> int:
-        """Return the first layer that has this module; -1 for modules outside of the layers."""
+        """Return the index of the first layer that contains this module; -1 for modules outside of the
+        layers."""
         return next((number for number, left in enumerate(self._modules()) if module in left), -1)
 
     def begin(self, module: Loads) -> None:
-        """Allocate the memory of a module before its first weight is loaded."""
+        """Allocate the device memory of a module, before its first weight is loaded."""
         for storage in self._storages(module):
             if not storage.nbytes() and (num_bytes := self._freed.pop(storage._cdata, 0)):
                 storage.resize_(num_bytes)
         self._targets.pop(module, None)
 
     def finish(self, module: Loads) -> None:
-        """Record that a module has all its weights. The last module of a layer completes the layer."""
+        """Record that a module has all its weights. If it was the last module of a layer to be offloaded,
+        move the layer to host memory."""
         for number, left in enumerate(self._modules()):
             if module in left:
                 left.remove(module)
@@ -135,7 +138,8 @@ class LayerOffload:
             self._move_to_host(number)
 
     def _choose(self, number: int) -> OffloadedLayers:
-        """Choose the layers to offload; the finished layer `number` shows how large loaded weights become."""
+        """Choose the layers to offload. The loaded layer `number` shows by what factor loading changes the
+        size of weights. Raise a ConfigError if the host memory is too small."""
         places = self._places(number)
         scale = sum(place.num_bytes for place in places) / max(self._loaded_bytes[number], 1)
         chosen = choose_offloaded([int(scale * size) for size in self._loaded_bytes], self._wanted_bytes)
@@ -149,7 +153,7 @@ class LayerOffload:
         return chosen
 
     def _storages(self, module: Loads) -> list[UntypedStorage]:
-        """Return the device memory of a module's parameters and targets."""
+        """Return the storages on the device that hold a module's parameters and targets."""
         tensors = [target.tensor for target in self._targets.get(module, ())]
         if isinstance(module, nn.Module):
             tensors += module.parameters()
@@ -159,7 +163,8 @@ class LayerOffload:
     # ---- moving weights
 
     def _places(self, number: int) -> list[TensorPlace]:
-        """Return the offsets of a layer's tensors in a buffer, without modules that several layers share."""
+        """Return the storages of a layer's tensors and their offsets in a buffer. Modules that several layers
+        share are left out."""
         shared = Counter(module for layer in self._built for module in layer.modules())
         layer, places, end = self._built[number], dict[int, TensorPlace](), 0
         for module in (module for module in layer.modules() if shared[module] == 1):
@@ -214,7 +219,7 @@ class LayerOffload:
         for layer in self.layers:
             layer.places = []
         log.info(
-            "Offloaded %d of %d layers to host memory (%s); their buffers take %s of the device",
+            "Offloaded %d of %d layers to host memory (%s); buffers to copy them to take %s of GPU memory",
             len(self.layers),
             num,
             human(self.host_bytes),
@@ -240,12 +245,13 @@ class LayerOffload:
         return sum(len(buffer) for buffer in self.buffers)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in a buffer."""
+        """Return whether a tensor lies in one of the device buffers of offloaded layers."""
         storage = tensor.untyped_storage()._cdata
         return any(storage == buffer.untyped_storage()._cdata for buffer in self.buffers)
 
     def close(self) -> None:
-        """Release the host memory, after the last copy from it."""
+        """Release the host memory and the buffers. On a GPU, wait until no copy from the host memory is
+        running."""
         if self._device.type == "cuda":
             with contextlib.suppress(torch.AcceleratorError):  # a failed device copies nothing
                 torch.cuda.synchronize()
@@ -261,7 +267,8 @@ def storage_bytes(storage: UntypedStorage) -> Tensor:
 
 @torch.inference_mode()
 def _move_tensors(moves: dict[int, tuple[UntypedStorage, int]]) -> None:
-    """Move tensors to other storages: `moves` maps old storage ids to new storages and byte offsets."""
+    """Make all live tensors refer to other storages, without copying data: `moves` maps old storage ids to
+    (new storage, byte offset)."""
     for tensor in _live_tensors():
         if (move := moves.get(tensor.untyped_storage()._cdata)) is not None:
             storage, offset = move

@@ -63,7 +63,8 @@ def _flatten(state: dict[Any, Any], prefix: str = "", depth: int = 2) -> Iterato
 
 
 def _plain_tensors(name: str, load: Callable[[], Any]) -> dict[str, Tensor]:
-    """Return the tensors of a pickle and reject all but strided ones: torch does not check sparse indices."""
+    """Return the tensors, by name, that `load` reads from the file `name`. Raise for sparse tensors, since
+    torch does not check their indices."""
     try:
         state = load()
     except (UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:

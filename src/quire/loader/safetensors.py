@@ -67,7 +67,7 @@ def _plain_name(part: re.Match[str]) -> str:
 
 
 class TensorEntry(NamedTuple):
-    """File, type and position of a tensor."""
+    """A tensor of a safetensors file: the file's path, the dtype, the shape and the position of the data."""
 
     path: Path
     dtype: torch.dtype
@@ -187,7 +187,8 @@ class _Stage:
 
 
 def entries_of(path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a file, after checking that its header matches its size."""
+    """Return the entry of each tensor of a file, by name, after checking that the file's header matches its
+    size."""
     try:
         with safe_open(path, framework="np"):  # checks that the tensors cover all bytes
             pass
@@ -211,12 +212,13 @@ def entries_of(path: Path) -> dict[str, TensorEntry]:
 
 
 def merged_entries(paths: list[Path]) -> dict[str, TensorEntry]:
-    """Return the tensors of several files."""
+    """Return the entry of each tensor of several files, by name."""
     return {name: entry for path in paths for name, entry in entries_of(path).items()}
 
 
 def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, Tensor]]:
-    """Yield the parts of the target's shard: positions in the file, and the tensors that they fill."""
+    """Yield (entry, tensor) for each contiguous part of the target's shard: its position in the file, and the
+    tensor to fill."""
     if target.is_whole:
         yield entry._replace(shape=tuple(target.tensor.shape)), target.tensor
         return

@@ -50,8 +50,9 @@ class ShardedStateKey:
 def save_state(
     model: nn.Module, key: ShardedStateKey, stored: Mapping[str, tuple[int, ...]], folder: Path, rank: int = 0
 ) -> int:
-    """Write all parameters of a rank into files of `folder`, with the key; return their size in bytes.
-    `stored` holds the shapes of the tensors, by name, of the checkpoint that the model was loaded from."""
+    """Write all parameters of one tensor-parallel rank into files of `folder`, with the key; return their
+    size in bytes. `stored` holds the shapes of the tensors, by name, of the checkpoint that the model was
+    loaded from."""
     refuse_unsaved(model)
     part: dict[str, Tensor] = {}
     num_parts = num_bytes = part_bytes = 0
@@ -120,7 +121,8 @@ class ShardedSource(SafetensorsSource):
         return self.stored
 
     def check(self, key: ShardedStateKey) -> None:
-        """Check that the state was saved for this engine's settings, before anything is read."""
+        """Raise a ConfigError if the state was saved for other settings than `key`, before anything is
+        read."""
         for name, value in asdict(key).items():
             if self.saved_key[name] != value:
                 raise ConfigError(
@@ -130,7 +132,8 @@ class ShardedSource(SafetensorsSource):
                 )
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
-        """Return targets for the saved parameters of `model`, adapted to the saved shapes."""
+        """Return a target for each saved parameter, by name. Parameters of `model` with another shape or
+        dtype than the saved ones are replaced."""
         refuse_unsaved(model)
         parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
         unknown = [name for name in self.entries if name.rpartition(".")[0] not in modules]
@@ -156,7 +159,7 @@ class ShardedSource(SafetensorsSource):
 
 
 def bind_kernels(model: nn.Module) -> None:
-    """Choose kernels for the loaded weights."""
+    """Choose the kernels of all layers of a model whose parameters were restored from a sharded state."""
     for module in model.modules():
         if isinstance(module, Weight | StoredExperts):
             module.find_kernels()

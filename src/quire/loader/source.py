@@ -44,12 +44,13 @@ class Source:
         return plain
 
     def fill(self, target: Target) -> None:
-        """Copy a tensor, or the target's shard of it, and convert it to the target's dtype and device."""
+        """Copy the tensor `target.name`, or the target's shard of it, into the target, whose dtype and device
+        it gets."""
         raise NotImplementedError
 
 
 def put(stored: Tensor, target: Target) -> None:
-    """Copy a stored tensor, or the target's shard of it."""
+    """Copy a checkpoint tensor that is in memory, or the target's shard of it, into the target."""
     check_type(stored.dtype, target)
     tensor = stored.reshape(target.shape)
     if target.is_whole:
@@ -61,7 +62,7 @@ def put(stored: Tensor, target: Target) -> None:
 
 
 def check_type(stored: torch.dtype, target: Target) -> None:
-    """Raise if a quantized tensor would be converted, since its values depend on a scale."""
+    """Raise if a quantized tensor would be converted to another dtype, since its values depend on a scale."""
     into = target.tensor
     narrow = into.dtype.itemsize == 1 or not into.is_floating_point()
     if narrow and stored != into.dtype:
@@ -72,7 +73,8 @@ def check_type(stored: torch.dtype, target: Target) -> None:
 
 
 def detect(checkpoint: Checkpoint, load_format: str) -> str:
-    """Return the key of FORMATS that `load_format` selects for this checkpoint."""
+    """Return the load format, a key of FORMATS: `load_format` itself or, for `auto`, that of the checkpoint's
+    files. Raise a ConfigError if it does not fit the checkpoint."""
     known = ("auto", *FORMATS)
     if load_format not in known:
         hint = nearest(load_format, list(known))

@@ -127,7 +127,8 @@ class StagedUpdate:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Complete layers of which only some tensors were sent; raise if that is not possible."""
+        """Complete layers of which only some tensors were sent with the model's current tensors; raise a
+        RequestError if a layer cannot be completed."""
         for twin, layer, missing in self._staged.values():
             if missing:
                 self._complete(twin, layer, missing)

@@ -28,8 +28,8 @@ _TEXTS = {
 
 
 class KeyPages:
-    """The counts of each API key, over all API server processes of a server. Without a file, the pages are in
-    memory and there is only one process."""
+    """Request and token counters of each API key, summed over all API server processes of a server. Without
+    a file, they are in memory and there is only one process."""
 
     def __init__(self, names: Sequence[str], file: Path | None = None, *, process: int = 0) -> None:
         self.names = tuple(names)
@@ -54,7 +54,8 @@ class KeyPages:
 
     @contextmanager
     def agreed(self, key: int) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float64]]"]:
-        """Yield the values of a key in the common page, under the lock that all processes use."""
+        """Yield the row of a key in the common page, a writable array of counts, under the lock of all API
+        server processes. Blocks until the lock is free."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
@@ -86,7 +87,7 @@ class KeyAccount:
     def __init__(
         self, number: int, weight: float, pages: KeyPages, target: LatencyTarget | None = None
     ) -> None:
-        """`target` has the latency targets of the key; None: those of the server."""
+        """Create the account of the key with the index `number`. A `target` of None: the server's targets."""
         self._number = number
         self._pages = pages
         self.tenant = number + 1

@@ -26,7 +26,7 @@ from quire.metrics.tables import (
 
 
 class EngineMetrics:
-    """Exports the numbers of `MetricsPages` as Prometheus metrics."""
+    """Exports the counters, gauges and histograms of `MetricsPages` as Prometheus metrics."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class EngineMetrics:
         keys: KeyPages | None = None,
         max_loras: int | None = None,
     ) -> None:
-        """Create the exporter. `first_engine` is the data-parallel rank of the first engine; `max_loras` is
-        None without LoRA."""
+        """Create the exporter. `cache_info` has the cache settings by name, `first_engine` is the
+        data-parallel rank of the first engine, and `max_loras` is None without LoRA."""
         self.pages = pages
         self._keys = keys
         self.model_name = model_name
@@ -47,7 +47,7 @@ class EngineMetrics:
         self._engines = [
             (place, [model_name, str(first_engine + place)]) for place in range(pages.num_engines)
         ]
-        """Index and labels of each engine."""
+        """Index of each engine in a page, and its label values: model name and data-parallel rank."""
         self.cache_info = [cache_info | {"engine": labels[1]} for _, labels in self._engines]
         self._is_only_process = len(pages.pages) <= 2
         """Whether this is the only API server process. Process metrics of one of several processes would be
@@ -58,7 +58,7 @@ class EngineMetrics:
         """Names of running and of waiting LoRA adapters, by index of the engine."""
         self._adapters_at = 0.0
         self.weight_versions: dict[int, str] = {}
-        """Version of the weights, by index of the engine."""
+        """Version of the weights, as the trainer named it, by index of the engine."""
 
     def note_adapters(self, engine: int, running: list[str], waiting: list[str]) -> None:
         if self._max_loras is not None:
@@ -66,7 +66,8 @@ class EngineMetrics:
             self._adapters_at = time.time()
 
     def _lora_info(self) -> PromMetric:
-        """Return the LoRA adapters of all engines in one series, as routers expect them."""
+        """Return the metric `vllm:lora_requests_info`: one series with the names of the LoRA adapters of all
+        engines as labels, as routers expect it."""
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "Unix time of the latest change of the adapters of running and waiting requests.",
@@ -81,7 +82,7 @@ class EngineMetrics:
         return family
 
     def _weight_versions(self) -> PromMetric:
-        """Return the version of the weights of each engine, as a label."""
+        """Return the metric `vllm:weight_version_info`: a series per engine, with its version as a label."""
         text = "Version of the weights, as the trainer named it."
         family = GaugeMetricFamily("vllm:weight_version_info", text, labels=[*self._names, "weight_version"])
         for engine, labels in self._engines:
@@ -95,7 +96,7 @@ class EngineMetrics:
         yield from self.of_server()
 
     def of_server(self) -> Iterator[PromMetric]:
-        """Yield the metrics of HTTP and of API keys."""
+        """Yield the metrics of HTTP requests and of API keys."""
         yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
         yield from () if self._keys is None else self._keys.families()
 
@@ -139,7 +140,8 @@ class EngineMetrics:
         label: str = "",
         values: tuple[str, ...] = (),
     ) -> PromMetric:
-        """Return a metric with a series per engine; with a further label, a series per engine and value."""
+        """Return the metric `vllm:NAME` with a series per engine or, with `label`, a series per engine and
+        label value in `values`."""
         family = kind(f"vllm:{name}", text, labels=[*self._names, label] if label else self._names)
         for engine, labels in self._engines:
             if not label:
@@ -161,7 +163,7 @@ class EngineMetrics:
         return exposition(self, is_only_process=self._is_only_process)
 
     def snapshot(self) -> list["Metric"]:
-        """Return every metric as a plain value, for `LLM.get_metrics()`."""
+        """Return each series of each metric as a plain value, for `LLM.get_metrics()`."""
         metrics: list[Metric] = []
         for family in self.collect():
             by_labels: dict[tuple[tuple[str, str], ...], list[Any]] = {}

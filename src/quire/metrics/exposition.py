@@ -26,7 +26,7 @@ def exposition(collector: Collector, *, is_only_process: bool) -> str:
 
 
 class MergedMetrics:
-    """Metrics of several models as one collector: each family once, with the series of all models."""
+    """Collector of the metrics of several models: each metric occurs once, with the series of all models."""
 
     def __init__(self, by_model: Mapping[str, Iterable[Metric]], of_server: Iterable[Metric]) -> None:
         """Initialize with the metrics of the engine cores by model name, and the metrics that all models

@@ -34,12 +34,12 @@ HANDLERS = {
     "/openapi.json": ("GET",),
     "none": ("GET", "POST", "OTHER"),
 }
-"""Counted routes and methods; `none` is every path without a route."""
+"""Routes whose requests are counted, each with its methods; `none` is every path without a route."""
 UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
 STATUSES = ("2xx", "3xx", "4xx", "5xx")
 
 COUNTED = [(handler, method) for handler, methods in HANDLERS.items() for method in methods]
-"""Each counted handler with each of its methods."""
+"""Every counted pair of route and HTTP method."""
 _COARSE = [0.1, 0.5, 1.0]
 _FINE = [
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
@@ -54,12 +54,13 @@ EDGES: dict[str, list[float]] = {
     **{f"http_request_size_bytes {handler}": [] for handler in HANDLERS},
     **{f"http_response_size_bytes {handler}": [] for handler in HANDLERS},
 }
-"""Names and bounds of the histograms; a histogram without bounds has a count and a sum."""
+"""Upper bucket bounds of each histogram, by its name in a metrics page, in seconds or bytes; a histogram
+without bounds has only a count and a sum."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A completed request and response."""
+    """A completed HTTP request with its response: route, method, status, duration and body sizes."""
 
     handler: str
     method: str
@@ -70,7 +71,7 @@ class Exchange:
 
     @property
     def additions(self) -> tuple[str, dict[str, float]]:
-        """Return the counter to increase and the values to add to histograms."""
+        """Return the name of the counter to increase by 1, and the values to add to histograms, by name."""
         handler = self.handler if self.method in HANDLERS.get(self.handler, ()) else "none"
         method = self.method if self.method in HANDLERS[handler] else "OTHER"
         status = f"{min(max(self.status // 100, 2), 5)}xx"

@@ -12,7 +12,8 @@ from quire.metrics.http import COUNTED, EDGES, HANDLERS, STATUSES
 
 
 def families(total: NDArray[np.float64], places: dict[str, int]) -> Iterator[PromMetric]:
-    """Yield the HTTP metrics; `total` is the sum of all pages, `places` the index of each series."""
+    """Yield the HTTP metrics from `total`, the sum of the metrics pages of all processes; `places` has the
+    index in it of each series, by name."""
     requests = CounterMetricFamily(
         "http_requests", "Requests by method, status and handler.", labels=["handler", "method", "status"]
     )
@@ -57,7 +58,8 @@ def _add(
 def add_buckets(
     family: HistogramMetricFamily, labels: list[str], columns: NDArray[np.float64], edges: list[float]
 ) -> None:
-    """Add a series to a histogram. `columns` has a count per bucket, then the sum of the values."""
+    """Add a series to a histogram. `columns` has a count for each bucket (not cumulative; the last is
+    above all `edges`), then the sum of the values."""
     bounds = [*(floatToGoString(edge) for edge in edges), "+Inf"]
     counts = np.cumsum(columns[:-1]).tolist()
     family.add_metric(labels, list(zip(bounds, counts, strict=True)), float(columns[-1]))

@@ -47,7 +47,8 @@ def observe(
     add: Callable[[str, float], None],
     record: Callable[[tuple[str, ...], list[float]], None],
 ) -> None:
-    """Count the copies in `stats`: `add` increases a counter, `record` adds observations to histograms."""
+    """Export the statistics of KV offloading and transfers. `add(name, value)` increases a counter, and
+    `record(names, values)` adds observations to each of the named histograms."""
     add("kv_offload_store_bytes", sum(stats.store_sizes))
     add("kv_offload_store_time", stats.store_s)
     add("kv_offload_load_bytes", sum(stats.load_sizes))

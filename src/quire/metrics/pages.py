@@ -25,7 +25,7 @@ from quire.metrics.tables import (
 
 
 def length_buckets(longest: int) -> list[float]:
-    """Return the bucket bounds 1, 2, 5, 10, 20, 50, ... up to `longest`."""
+    """Return the bucket bounds 1, 2, 5, 10, 20, 50, ... up to `longest` tokens."""
     edges = [digit * 10**power for power in range(len(str(longest))) for digit in (1, 2, 5)]
     return [float(edge) for edge in edges if edge <= longest]
 
@@ -59,12 +59,12 @@ class MetricsLayout:
 
 
 class MetricsPages:
-    """Pages of one shared file, by process and engine. Each process writes its own pages, and readers add up
-    all pages. The pages of the engine cores come first, together as one process. The pages of the API server
-    processes follow, each with a page per engine.
+    """Metrics of a server as pages (arrays of numbers) of one shared file, by process and engine. Each
+    process writes only its own pages, and readers add up all pages. The pages of the engine cores come first,
+    together as one process; each API server process follows, with a page per engine.
 
-    A restarted process continues with the pages of its predecessor, so that counters never decrease. Without
-    a file, the pages are in memory and there is only one process."""
+    A restarted process continues with the pages of its predecessor, so that counters never decrease.
+    Without a file, the pages are in memory and there is only one process."""
 
     def __init__(
         self,
@@ -94,20 +94,20 @@ class MetricsPages:
         return self.pages.shape[1]
 
     def of_engine(self, engine: int) -> "MetricsPages":
-        """Return the same pages, with the page of another engine as the page to write."""
+        """Return the same pages, but such that counts go to the page of the engine with this index."""
         other = copy.copy(self)
         other.own = self.pages[self._process, engine]
         return other
 
     def take_page(self, engine: int, page: bytes) -> None:
-        """Store the page of an engine core on another machine. Each API server process may store the page,
-        since all processes receive the same pages."""
+        """Store the page (bytes of float64 values) that an engine core on another machine has sent. All API
+        server processes receive the same page, so each may store it. A page of another size is ignored."""
         values = np.frombuffer(page)
         if len(values) == self.layout.size:
             self.pages[0, engine] = values
 
     def clear_gauges(self) -> None:
-        """Reset the gauges of a process that has ended."""
+        """Set the gauges of the page to 0, after the process that wrote it has ended."""
         labelled = (f"{name}:{value}" for name in LABELLED_GAUGES for value in LABELLED[name][2])
         for name in [*GAUGES, *labelled]:
             self._set(name, 0)
@@ -193,7 +193,7 @@ class MetricsPages:
         self._add("request_resumed", 1)
 
     def observe_media(self, queries: int, hits: int) -> None:
-        """Count the lookups and the hits of the multimodal cache."""
+        """Count `queries` items looked up in the multimodal cache, and `hits` items found there."""
         self._add("mm_cache_queries", queries)
         self._add("mm_cache_hits", hits)
 
@@ -232,6 +232,6 @@ class MetricsPages:
         self._set("avg_generation_throughput_toks_per_s", generation_tok_s)
 
     def value(self, name: str, engine: int | None = None) -> float:
-        """Return a gauge or counter summed over all processes, of one engine or of all engines."""
+        """Return a gauge or counter summed over all processes, for the engine with this index; None: all."""
         values = self.pages[:, :, self.layout.places[name]]
         return float((values if engine is None else values[:, engine]).sum())

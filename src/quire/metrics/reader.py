@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class Metric:
-    """One series of a metric as a plain value."""
+    """A metric with one set of label values, as plain numbers; subclasses hold them."""
 
     name: str
     labels: dict[str, str]
@@ -14,28 +14,29 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A count that only rises."""
+    """A metric that counts events or tokens and only rises."""
 
     value: int
 
 
 @dataclass
 class Gauge(Metric):
-    """A current value."""
+    """A metric that is the current value of a quantity."""
 
     value: float
 
 
 @dataclass
 class Vector(Metric):
-    """Counts by draft position."""
+    """A counter for each position in a draft (speculative decoding), the first draft token first."""
 
     values: list[int]
 
 
 @dataclass
 class Histogram(Metric):
-    """Count and sum of observations, and the cumulative count up to each bound."""
+    """A metric with the count and the sum of its observations; `buckets` maps each upper bound to the
+    number of observations up to it."""
 
     count: int
     sum: float
@@ -43,7 +44,8 @@ class Histogram(Metric):
 
 
 def read_metric(name: str, kind: str, labels: dict[str, str], samples: list[Any]) -> Metric:
-    """Return one series of a Prometheus metric as a plain value."""
+    """Return one series of a Prometheus metric as a plain value; `kind` is its Prometheus type, and `samples`
+    are the series' samples of `prometheus_client`."""
     if "position" in samples[0].labels:
         return Vector(name, labels, [int(sample.value) for sample in samples])
     if kind == "counter":

@@ -78,7 +78,7 @@ LABELLED = {
     ),
     **OFFLOAD_LABELLED,
 }
-"""Metrics with an additional label: help text, label and its values."""
+"""Metrics with a label besides model and engine: (help text, label name, label values) by metric name."""
 LABELLED_GAUGES = ("num_requests_waiting_by_reason", "engine_sleep_state")
 LENGTHS = {
     "request_prompt_tokens": "Prompt tokens of a request.",
@@ -92,5 +92,5 @@ DRAFT_COUNTERS = {
     "spec_decode_num_draft_tokens": "Draft tokens.",
     "spec_decode_num_accepted_tokens": "Accepted draft tokens.",
 }
-"""Counters of speculative decoding."""
+"""Counters of speculative decoding: help texts by metric name, without the prefix `vllm:`."""
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"

@@ -208,7 +208,8 @@ class Bert(nn.Module):
         return x
 
     def bias(self, batch: Batch) -> Tensor | None:
-        """Return the bias of the attention scores of all layers; None if there is none."""
+        """Return the bias that all layers add to attention scores, [heads, length, length] for the longest
+        text of the batch; None without bias."""
         return None
 
 

@@ -51,7 +51,8 @@ class Decoder(nn.Module):
         self.ops = scope.ops
         self.aux_layers: tuple[int, ...] = ()
         self.token_indices = torch.empty(0, dtype=torch.int64)
-        """[max_tokens] indices, used to copy hidden states for a draft model; empty without `aux_layers`."""
+        """Consecutive indices, [max_tokens], used to copy hidden states for a draft model; empty without
+        `aux_layers`."""
         self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
         self.logit_softcap = facts.logit_softcap
         self.embed: TokenEmbedding | None = None
@@ -91,8 +92,8 @@ class Decoder(nn.Module):
             )
 
     def forward(self, batch: Batch) -> Tensor | HiddenWithAux | tuple[Tensor, Tensor]:
-        """Return hidden states [T, hidden] after the final norm, with the states of `aux_layers` if there are
-        any; or (x, residual) before the last stage."""
+        """Return hidden states [T, hidden] after the final norm, with the inputs of `aux_layers` if there are
+        any; on pipeline stages before the last, return (x, residual), whose sum is the hidden state."""
         x, residual = (
             self.embedded(batch) if batch.intermediate_tensors is None else batch.intermediate_tensors
         )
@@ -141,8 +142,8 @@ class Decoder(nn.Module):
         return x, residual, tuple(states[number] for number in self.aux_layers)
 
     def _copy_sum(self, index: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return a copy of x + residual, because layers add in place. Both operations can be recorded for
-        replay."""
+        """Return x + residual in new memory, because layers add in place. `index` holds the row indices to
+        copy. The operations used can be recorded for replay."""
         copied = self.ops.embed(index, x if residual is None else residual)
         return copied if residual is None else self.ops.add(copied, x)
 

@@ -25,7 +25,8 @@ _EPS = 1e-6
 
 
 def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> MLASpec:
-    """Return the MLA parameters of a layer with `heads` local heads; YaRN scales scores by mscale squared."""
+    """Return the MLA parameters of a layer with `heads` heads on this rank; with YaRN, attention scores are
+    scaled by mscale squared."""
     mla, rope = facts.mla, layer.rope
     assert mla is not None and rope is not None
     stretched = rope.kind != "default" and rope.mscale_all_dim
@@ -57,7 +58,8 @@ class SelectedTokens:
 
 
 class Attention(nn.Module):
-    """Down projections to query and KV latents, query up projection, latent attention, output projection."""
+    """Latent attention (MLA) of one layer: down projections to query and KV latents, query up projection,
+    attention, output projection."""
 
     query_scales: Tensor | None
     LatentNorm: type[RMSNorm] = RMSNorm

@@ -50,13 +50,13 @@ class DraftHead(nn.Module):
         return x if target.embed_scale == 1 else x * target.embed_scale
 
     def input_states(self, target_states: Tensor) -> Tensor:
-        """Return the states [T, hidden] that `forward` reads, computed from the target model's hidden
-        states."""
+        """Return the hidden states [T, hidden] that `forward` reads, computed from those of the target model,
+        which may be of several layers."""
         return target_states
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of `logits`, and the states to pass to `forward` with the next tokens, [T, hidden]
-        each."""
+        """Run the draft model on tokens and `states` [T, hidden], the hidden state of the token before each.
+        Return the input of `logits`, and the states for the next draft step, [T, hidden] each."""
         raise NotImplementedError
 
     def logits(self, x: Tensor) -> Tensor:
@@ -163,7 +163,8 @@ class Eagle3(DraftHead):
         if drafts.vocab != facts.vocab or scope.is_stored("lm_head.weight"):
             self.head = Head(drafts.vocab, facts.hidden, scope / "lm_head")
         self.offsets: Learned | None = None
-        """Offset of each draft token id to the target's id."""
+        """Offset to add to each token id of the draft vocabulary for the target's id; None if the
+        vocabularies are equal."""
         if scope.is_stored("d2t"):
             self.offsets = Learned(scope / "d2t", drafts.vocab, dtype=torch.int64)
 
@@ -214,8 +215,8 @@ _NAMES |= {"Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5M
 
 
 class MTP(DraftHead):
-    """Norms of token embedding and states, a joint projection, and one layer of the target's kind. It uses
-    the target's embedding and LM head."""
+    """MTP draft model: norms of token embedding and hidden states, a joint projection, and one layer of the
+    target's kind. It uses the target's embedding and LM head."""
 
     embed = None
 

@@ -47,7 +47,8 @@ class AltUp(nn.Module):
         return torch.tanh(routed.float()).to(x.dtype)
 
     def predict(self, states: Tensor) -> Tensor:
-        """Return the predicted states [inputs, T, hidden] of the next layer."""
+        """Return the predictions for all states, [inputs, T, hidden]; the layer runs on that of the active
+        state."""
         count, num_tokens, _ = states.shape
         weights = F.linear(self._modalities(states[self.active]), self.predicts.vectors)
         return states + torch.einsum("ith,tji->jth", states, weights.view(num_tokens, count, count))
@@ -72,8 +73,8 @@ class Laurel(nn.Module):
 
 
 class SparseMLP(MLP):
-    """down(act(gate) * up) with sparse gates: relu(gate - cutoff), where the cutoff lies a fixed number of
-    standard deviations above the mean."""
+    """Gated MLP with sparse gates: down(act(relu(gate - cutoff)) * up), where the cutoff lies a fixed number
+    of standard deviations above the mean of the gates."""
 
     def __init__(self, facts: ArchFacts, sparsity: float, scope: Scope) -> None:
         super().__init__(facts, scope)
@@ -93,7 +94,7 @@ class SparseMLP(MLP):
 
 
 class Attention(llama.Attention):
-    """Llama attention that also norms values, without a weight."""
+    """Llama attention that also applies a norm without weight to the values."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -102,7 +103,8 @@ class Attention(llama.Attention):
 
 
 def _norm_values(kv_heads: int, head_dim: int, eps: float, *, are_keys: bool) -> Callable[[Tensor], Tensor]:
-    """Return a function that norms the values of QKV; with `are_keys` the values are derived from keys."""
+    """Return a function that applies a norm without weight to the values of concatenated QKV. With `are_keys`
+    the input has no values; the normed keys are appended as values."""
 
     def normed(qkv: Tensor) -> Tensor:
         values = qkv[:, -kv_heads * head_dim :].view(len(qkv), kv_heads, head_dim)
@@ -175,7 +177,8 @@ class PerLayerInputs(nn.Module):
 
 
 class PerLayerGate(nn.Module):
-    """Gated projection of the per-layer input of tokens. `scope` is that of the layer."""
+    """Gated projection by which a layer adds the per-layer input of each token. `scope` is that of the
+    layer."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()
@@ -212,7 +215,8 @@ class Layer(nn.Module):
         self.active, self.is_scaled = altup.active, altup.is_scaled
 
     def forward(self, states: Tensor, layer_input: Tensor, batch: Batch) -> Tensor:
-        """Update the states [inputs, T, hidden]; `layer_input` is [T, per_layer]."""
+        """Return the states [inputs, T, hidden] after the layer; `layer_input` is the per-layer input [T,
+        per_layer]."""
         predicted = self.altup.predict(states)
         x = predicted[self.active]
         normed = self.before_attention.normalize(x)

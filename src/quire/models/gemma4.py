@@ -92,7 +92,8 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, layer_input: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual); `layer_input` is [T, per_layer] if the model has per-layer inputs."""
+        """Return (x, residual), [T, hidden] each, whose sum is the output of the layer; `layer_input` is [T,
+        per_layer] if the model has per-layer inputs, else None."""
         x, residual = self.before_attention(x, residual)
         x = self.after_attention.normalize(self.attention(x, batch))
         x, residual = self.before_mlp(x, residual)

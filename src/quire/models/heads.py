@@ -76,7 +76,7 @@ BertClassifier = partial(Reward, dense="pooler.dense", out="classifier", activat
 
 
 class TaskLinear(ClassifierHead):
-    """Output layer of one task: a projection of each hidden state."""
+    """Output layer of one task of a pooling model: a projection of each hidden state."""
 
     def __init__(self, facts: ArchFacts, head: TaskHead, body: Any, scope: Scope) -> None:
         scope = replace(scope, adapters=None)

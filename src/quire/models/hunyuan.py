@@ -15,7 +15,8 @@ from quire.models.decoder import decoder_of
 
 
 class HeadWeights(nn.Module):
-    """Weights of both QK norms, multiplied into one weight for queries with the same attention scores."""
+    """Product of the weights of the Q norm and the K norm. If only queries are scaled by it, attention scores
+    are the same as with both norms' weights."""
 
     def __init__(self, head_dim: int, scope: Scope) -> None:
         super().__init__()

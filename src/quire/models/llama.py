@@ -20,7 +20,7 @@ _PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 class Attention(nn.Module):
-    """QKV projection, paged attention, output projection."""
+    """Attention block of a decoder layer: QKV projection, paged attention, output projection."""
 
     num_inputs = 1
     """Number of concatenated hidden vectors that the QKV projection reads per token."""

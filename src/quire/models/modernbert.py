@@ -27,7 +27,8 @@ class Layer(nn.Module):
         self.mlp = MLP(facts, scope / "mlp", names=("Wi", "Wo"))
 
     def forward(self, x: Tensor, residual: Tensor, batch: Batch, texts: Spans) -> tuple[Tensor, Tensor]:
-        """Return (x, residual)."""
+        """Return (x, residual), [T, hidden] each, whose sum is the output of the layer; tokens attend within
+        their text (a token range of `texts`)."""
         if self.attention_norm is not None:
             x = self.attention_norm.add_and_normalize(x, residual)
         x = self.mlp_norm.add_and_normalize(self.attention(x, batch, texts), residual)

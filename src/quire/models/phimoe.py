@@ -26,7 +26,8 @@ class SparseMixer(ExpertRouter):
         return torch.cat((first, second), 1).to(torch.int32), torch.cat((weight, other), 1)
 
     def _choose_best(self, remaining: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best of the remaining experts [T, experts] and its weight, [T, 1] each."""
+        """Return the id and the weight, [T, 1] each, of the expert with the largest of the `remaining` logits
+        [T, experts], in which a chosen expert is masked."""
         most, best = remaining.max(1, keepdim=True)
         far = (most - logits) / logits.abs().maximum(most) > self.jitter
         return best, remaining.masked_fill(far, -torch.inf).softmax(1).gather(1, best)

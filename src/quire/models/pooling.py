@@ -46,8 +46,8 @@ class Dense(LoadedModule):
 
 
 class TokenScore(nn.Module):
-    """Classifier from the LM head: the logits of some tokens, or with `two_way` the logit of the second token
-    minus that of the first."""
+    """Classifier that uses the LM head: the scores are the logits of some tokens or, with `two_way`, the
+    logit of the second token minus that of the first."""
 
     def __init__(self, head: Head, token_ids: list[int], *, two_way: bool) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ class TokenScore(nn.Module):
         self.weight: Tensor | None = None
 
     def finalize(self) -> None:
-        """Keep only the head's rows of these tokens, after loading."""
+        """Replace the LM head by its rows for the scored tokens, or by their difference, once after
+        loading."""
         assert self.head is not None
         rows = self.head.rows(self.token_ids)
         self.weight, self.head = (rows[1:] - rows[:1] if self.two_way else rows), None
@@ -103,8 +104,8 @@ class PoolingModel(nn.Module):
         return self.body(batch)
 
     def vectors(self, states: Tensor, task: str) -> Tensor:
-        """Return the embeddings or scores [N, size] of pooled states [N, hidden], in float32 or the model's
-        dtype."""
+        """Return the embeddings or classifier scores [N, size] of pooled hidden states [N, hidden], in
+        float32 or the model's dtype. A `task` with an output layer of its own uses this layer."""
         if task in self.task_heads:
             return self.task_heads[task](states.to(self.dtype))
         if self.classifier is None:

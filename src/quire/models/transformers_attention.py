@@ -51,7 +51,7 @@ class TransformersStep(NamedTuple):
     batch: Batch
 
     def attend(self, module: Any, call: AttentionCall) -> Tensor:
-        """Compute paged attention; return [1, T, heads, head_dim]."""
+        """Return the paged attention output, [1, T, heads, head_dim], of an attention module of the model."""
         qkv = torch.cat(call[:3], 1)[0].transpose(0, 1).flatten(1)
         out: Tensor = module.quire_attention.attend(qkv, self.batch)
         return out.view(1, len(out), *call.q.shape[1::2])
@@ -93,7 +93,8 @@ def _attention(
     quire_step: TransformersStep | _AttentionRecorder | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention through transformers' attention interface."""
+    """Pass an attention call of transformers' AttentionInterface to `quire_step`; return the output [1, T,
+    heads, head_dim] and None. Raise a ConfigError for unsupported masks and biases."""
     if quire_step is None:
         raise ConfigError("it does not pass keyword arguments down to its attention")
     unsupported = [name for name in ("position_bias", "alibi") if rest.get(name) is not None]
@@ -105,7 +106,8 @@ def _attention(
 
 @contextmanager
 def config_errors(name: str, remedy: str = "") -> Iterator[None]:
-    """Convert any error of the model's code to a ConfigError that names the model and a remedy."""
+    """Convert any error of the `with` block, which runs the model's code, to a ConfigError that names the
+    model and `remedy`."""
     try:
         yield
     except Exception as error:
@@ -160,7 +162,8 @@ def _auto_class(config: Any) -> Any:
 
 
 def _keep_float32(model: Any, dtype: torch.dtype) -> None:
-    """Convert the modules that transformers keeps in float32."""
+    """Convert to float32 the parameters and buffers that transformers keeps in float32 in a model of this
+    dtype."""
     patterns = {*(model._keep_in_fp32_modules_strict or ())} if dtype != torch.float32 else set()
     if dtype == torch.float16:
         patterns |= {*(model._keep_in_fp32_modules or ())}
@@ -237,7 +240,8 @@ def load_by_transformers(model: Any, folder: str) -> None:
 
 
 def place_attention(body: Any, facts: ArchFacts, scope: Scope, name: str) -> list[PagedAttention]:
-    """Attach a paged attention layer to every attention module of `body`."""
+    """Attach a paged attention layer to every attention module of `body`, and return these layers in order.
+    Raise a ConfigError if the model's attention is not supported."""
     recorder = _AttentionRecorder()
     ids = torch.zeros(1, 2, dtype=torch.int64, device=scope.device)
     with config_errors(name, f"; model_impl={IMPL_OWN_CACHE!r}, which is slower, may run it"):
@@ -265,7 +269,7 @@ _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 @contextmanager
 def _record_masks(body: nn.Module, masks: set[str]) -> Iterator[None]:
-    """Record the mask functions that the model calls while it runs."""
+    """Add the names of the mask functions that the model calls in the `with` block to `masks`."""
     module = sys.modules[type(body).__module__]
     real = {name: getattr(module, name) for name in _MASKS if hasattr(module, name)}
 
@@ -286,7 +290,8 @@ def _record_masks(body: nn.Module, masks: set[str]) -> Iterator[None]:
 
 
 def _set_window(recorder: _AttentionRecorder, config: Any) -> None:
-    """Set the sliding window of models that apply one to all layers by their mask only."""
+    """Set the sliding window in the recorded attention if the model applies one only by its mask, in all
+    layers."""
     specs = recorder.specs
     if _MASKS[1] not in recorder.masks or any(spec.window is not None for spec in specs.values()):
         return
@@ -334,8 +339,8 @@ class PlannedAttention(PagedAttention):
 
 
 class SelfTest(NamedTuple):
-    """Self-test of two short sequences in two steps: the first sequence is prefilled in two chunks, the
-    second sequence joins in the second step."""
+    """Input of the self-test: two short sequences in two steps. The first is prefilled in two chunks; the
+    second joins in the second step."""
 
     sequences: tuple[Tensor, Tensor]
 
@@ -345,7 +350,7 @@ class SelfTest(NamedTuple):
         return SelfTest((ids[:5], ids[5:]))
 
     def expected(self, model: Any) -> Tensor:
-        """Compute all logits by transformers without the paged cache."""
+        """Return the logits of all tokens [T, vocab], computed by transformers without the paged cache."""
         has_paged_attention = model.config._attn_implementation == _NAME
         if has_paged_attention:
             model.set_attn_implementation("eager")

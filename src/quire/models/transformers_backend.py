@@ -98,7 +98,7 @@ class TransformersModel(nn.Module):
         return is_same(self.logits_of(trial), expected)
 
     def logits_of(self, trial: SelfTest) -> Tensor:
-        """Return the logits that the model computes for the sequences of a self-test."""
+        """Return the logits [T, vocab] that the model computes for all tokens of a self-test's sequences."""
         return torch.cat([self._run(batch) for batch in trial.steps()])
 
     def _run(self, batch: Batch) -> Tensor:
@@ -117,7 +117,8 @@ class TransformersModel(nn.Module):
         return out[0][0]
 
     def inputs_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the input of the body: token ids, or embeddings if a prompt of the batch has embeddings."""
+        """Return the body's input by argument name: token ids [1, T], or embeddings [1, T, hidden] if a
+        prompt of the batch has embeddings."""
         if batch.embeds is None:
             return {"input_ids": batch.token_ids[None]}
         body: Any = self.body

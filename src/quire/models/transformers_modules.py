@@ -25,8 +25,8 @@ def use_fast_modules(model: nn.Module, ops: Ops) -> None:
 
 
 def _has_fast_product(layer: nn.Linear) -> bool:
-    """Whether Quire's kernels for bfloat16 apply. On a CPU without bfloat16 instructions, torch's kernels are
-    far slower."""
+    """Whether to use Quire's bfloat16 kernels for a layer. On a CPU without bfloat16 instructions, torch's
+    kernels are far slower."""
     weight = layer.weight
     is_bfloat16 = weight.is_contiguous() and weight.dtype == torch.bfloat16
     return is_bfloat16 and native.serves(weight.device, torch.bfloat16)

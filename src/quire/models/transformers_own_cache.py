@@ -98,7 +98,8 @@ class OwnCacheModel(TransformersModel):
         return torch.cat([*hidden, hidden[-1].new_zeros(num_padding, hidden[-1].shape[1])])
 
     def _advance(self, row: int, inputs: dict[str, Tensor], position: int) -> Tensor:
-        """Compute the next tokens [1, T] of the sequence in a row; return hidden states [T, hidden]."""
+        """Compute the next tokens of the sequence in a batch row, the first at `position`; return hidden
+        states [T, hidden]. `inputs` has token ids [1, T] or embeddings [1, T, hidden] by argument name."""
         ((name, tokens),) = inputs.items()
         cache = self.caches.get(row) if position else None
         if not self.cache_name:
@@ -128,7 +129,7 @@ class OwnCacheModel(TransformersModel):
 
 
 def _takes_chunks(cache: Any) -> bool:
-    """Return whether several tokens can be computed at once with a cache: all its layers are plain keys and
+    """Return whether several tokens can be added to a cache at once: all its layers are plain keys and
     values, of all tokens or of a window."""
     layers: Any = getattr(cache, "layers", None) or ()
     return bool(layers) and all(type(layer).__name__ in _CHUNKABLE for layer in layers)

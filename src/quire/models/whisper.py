@@ -33,7 +33,8 @@ class Layer(llama.PlainLayer):
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cross_batch: Batch | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual); `cross_batch` is the batch for cross-attention."""
+        """Return (x, residual), [T, hidden] each, whose sum is the output of the layer; `cross_batch` is the
+        batch for cross-attention."""
         x, residual = self.attention_norm(x, residual)
         x, residual = self.cross_norm(self.attention(x, batch), residual)
         x, residual = self.mlp_norm(self.cross(x, cross_batch), residual)
@@ -53,5 +54,5 @@ class WhisperModel(Decoder):
         self.cross_cache = CrossAttentionCache(layers, facts.media.num_cross_states, scope)
 
     def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Batch]:
-        """Return the batch for cross-attention."""
+        """Return the batch for cross-attention in a tuple: the additional argument of every layer."""
         return (self.cross_cache.cross_batch(batch),)

@@ -121,7 +121,8 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, embeddings: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual); `embeddings` are those of the tokens, [T, hidden]."""
+        """Return (x, residual), [T, hidden] each, whose sum is the output of the layer. `embeddings` are the
+        token embeddings, [T, hidden]."""
         if self.use is None:
             x, residual = self.norm(x, residual)
             return self.mamba(x, batch), residual

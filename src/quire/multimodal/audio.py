@@ -45,8 +45,8 @@ def decode_audio(data: bytes, take: Take = lambda num_bytes: None) -> Audio:
 
 
 def checked(samples: NDArray[Any], rate: int) -> Audio:
-    """Return samples [n] or [n, channels] as mono audio, with the channels averaged. Raise a RequestError if
-    the samples or their rate are invalid."""
+    """Return samples [n] or [n, channels] as mono audio, with the channels averaged. Raise a RequestError for
+    invalid samples or an unsupported `rate` (samples per second)."""
     if not 0 <= rate <= MAX_RATE:
         raise RequestError(f"a sample rate of {rate} Hz is not supported: the maximum is {MAX_RATE}")
     if not samples.size or samples.ndim > 2:

@@ -11,8 +11,8 @@ from quire.errors import RequestError
 
 class ByteBudget:
     """A limit on the bytes that all requests together may reserve. Each item reserves bytes through a
-    `BudgetHold`, which waits while too few are free. The oldest hold with bytes never waits: there is no
-    deadlock."""
+    `BudgetHold`, which waits while too few are free. The oldest hold that has reserved bytes never waits, so
+    that holds cannot deadlock."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = self._left = num_bytes
@@ -24,7 +24,8 @@ class ByteBudget:
 
     @contextlib.contextmanager
     def hold(self, share: "BudgetShare | None" = None) -> Iterator["BudgetHold"]:
-        """Yield a hold through which one item reserves bytes; all of them are released at the end."""
+        """Yield a hold through which one item reserves bytes; all of its bytes are released when the `with`
+        block ends. `share` is the limit of the item's request; None if there is none."""
         held = BudgetHold(self, share)
         try:
             yield held
@@ -54,8 +55,8 @@ class ByteBudget:
             released.wait()
 
     def _try_take(self, hold: "BudgetHold", num_bytes: int, wake: Callable[[], object]) -> bool:
-        """Reserve bytes if enough are free, and return whether they are. If not, `wake` is called at a
-        release."""
+        """Reserve bytes without blocking and return True if enough are free; else return False, and call
+        `wake` at the next release of any bytes."""
         with self._lock:
             self._holds.setdefault(hold)
             if num_bytes <= self._left or next(iter(self._holds)) is hold:
@@ -98,8 +99,8 @@ class BudgetHold:
     """Reservation of bytes in a `ByteBudget` for one item (image, video or audio) of a request."""
 
     def __init__(self, budget: ByteBudget, share: BudgetShare | None) -> None:
-        """Reserve bytes of `budget` for one item. `share` is the limit of the item's request; without it, the
-        bytes do not count towards a request."""
+        """Build an empty reservation in `budget`. `share` counts the bytes towards the limit of the item's
+        request; None if there is no such limit."""
         self._budget, self._share = budget, share
         self.num_bytes = 0
 

@@ -30,7 +30,7 @@ _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry; the pause doubles with every further retry."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429)
-"""HTTP statuses below 500 after which a request is retried."""
+"""HTTP statuses below 500 after which a request is retried; it is also retried after those from 500 on."""
 _MAX_LOOKUPS = 256
 """Maximum number of concurrent DNS lookups; slow lookups do not block other work."""
 _NOT_PUBLIC = tuple(
@@ -43,7 +43,7 @@ _NOT_PUBLIC = tuple(
         "fec0::/10",  # site-local (RFC 3879)
     )
 )
-"""Networks that are not public, although `is_global` of some Python versions accepts them."""
+"""IP networks that are not public, although `is_global` of some Python versions reports them as public."""
 _URL_SAFE = "/?&=%:@!$'()*+,;~[]|"
 _MAX_SHOWN = 80
 """Maximum number of characters of a url in an error message."""
@@ -84,7 +84,8 @@ class Fetcher:
     def __init__(
         self, env: MediaEnv, threads: Executor, *, allowed_domains: Sequence[str] = (), allowed_path: str = ""
     ) -> None:
-        """Use `threads` to decode data: urls and to read files."""
+        """Build a fetcher that decodes data: urls and reads files in `threads`. Without `allowed_domains`, it
+        fetches from all public hosts; without `allowed_path`, it reads no files."""
         self._threads = threads
         self._domains = frozenset(_normalize_host(domain) for domain in allowed_domains)
         self._root = _directory(allowed_path) if allowed_path else None
@@ -103,7 +104,7 @@ class Fetcher:
         return ssl.create_default_context()
 
     async def fetch(self, url: str, modality: str, hold: BudgetHold) -> Blob:
-        """Return the bytes of a url, which are reserved through `hold`. The time to wait for free bytes does
+        """Fetch a url, and return its bytes, which are reserved through `hold`. Waiting for free bytes does
         not count towards the timeout. Raise Unreachable if fetching fails, and a RequestError if a data: url
         is invalid."""
         scheme = url[: url.find(":")].lower()
@@ -228,7 +229,7 @@ class Fetcher:
         raise _Transient(reason)
 
     async def _addresses(self, target: _Target) -> list[str]:
-        """Return the addresses of the host, and raise Unreachable unless all of them are allowed. The
+        """Return the IP addresses of the host; raise Unreachable if one of them is not allowed. The
         connection uses these addresses, so that a second DNS answer cannot change the target."""
         is_allowed = target.host in self._domains
         if self._domains and not is_allowed:
@@ -265,7 +266,8 @@ class Lookups:
         self._pending: dict[tuple[str, int], Future[list[str]]] = {}
 
     async def find(self, host: str, port: int) -> list[str]:
-        """Return the addresses of a host. Raise an OSError if it has none, or if too many lookups run."""
+        """Return the IP addresses of a host, without blocking the event loop. Raise an OSError if it has
+        none, or if the maximum number of lookups already runs."""
         with self._lock:
             lookup = self._pending.get((host, port))
             if lookup is None:

@@ -11,7 +11,8 @@ _COMMENT = 0xFE
 
 
 def count_frames(data: bytes) -> int:
-    """Count the frames of a GIF file; raise a RequestError for too many. Truncated files are not detected."""
+    """Return the number of frames of a GIF file; raise a RequestError for too many frames or blocks.
+    Truncated files are not detected."""
     place = 13 + _table_bytes(data[10:11])
     frames = blocks = comments = 0
     while place < len(data) and data[place] != _END:
@@ -38,5 +39,5 @@ def count_frames(data: bytes) -> int:
 
 
 def _table_bytes(flags: bytes) -> int:
-    """Return the bytes of the colour table that a byte of flags declares; 0 if it declares none."""
+    """Return the size in bytes of the colour table that a byte of flags declares; 0 if it declares none."""
     return 3 << (flags[0] & 7) + 1 if flags and flags[0] & 0x80 else 0

@@ -45,7 +45,7 @@ def decode_image(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) 
 
 
 def pixel_bytes(image: Image.Image) -> int:
-    """Return the maximum of bytes per pixel that are used to decode the image and to convert it to RGB."""
+    """Return the peak number of bytes per pixel that decoding an image and converting it to RGB uses."""
     stored = _STORED_BYTES.get(image.mode, 4)
     decoder = _DECODER_BYTES.get(image.format or "", 0)
     if image.format == "JPEG" and image.info.get("progressive"):
@@ -104,8 +104,8 @@ def background_of(options: Mapping[str, Any]) -> tuple[int, int, int]:
 
 @contextmanager
 def opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
-    """Open an image file and read only its header. Raise a RequestError if its format or size is not allowed,
-    and in place of any exception of a decoder."""
+    """Open an image file for a `with` block, and read only its header. Raise a RequestError if its format or
+    size is not allowed, and convert any error of decoding in the block to a RequestError."""
     head = data[:_HEAD_BYTES].lstrip()
     if head.startswith(_MARKUP):
         kind = "an SVG, which is not supported" if b"<svg" in head.lower() else "markup or gzip"
@@ -137,7 +137,8 @@ def _formats() -> list[str]:
 
 
 def allow_pixels(count: int) -> None:
-    """Raise Pillow's limit of pixels in this process, twice MAX_IMAGE_PIXELS, to at least `count`."""
+    """Increase Pillow's limit of pixels per image in this process, twice MAX_IMAGE_PIXELS, to at least
+    `count`."""
     if Image.MAX_IMAGE_PIXELS is not None and count > 2 * Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = count // 2 + 1
 

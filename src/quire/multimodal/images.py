@@ -79,7 +79,7 @@ def override_settings(
     stored: ConfigReader, arguments: Mapping[str, Any], known: Collection[str]
 ) -> ConfigReader:
     """Return the settings of a checkpoint, overridden by `arguments`, the mm_processor_kwargs of a request.
-    Raise a RequestError for a name that is not in `known`."""
+    Raise a RequestError for an argument whose name is not in `known`."""
     for name in arguments:
         if name not in known:
             raise RequestError(
@@ -92,7 +92,8 @@ def override_settings(
 
 @contextmanager
 def argument_errors() -> Iterator[None]:
-    """Raise a ConfigError as a RequestError, since the mm_processor_kwargs of a request caused it."""
+    """Convert a ConfigError of the `with` block to a RequestError that names mm_processor_kwargs as its
+    cause."""
     try:
         yield
     except ConfigError as error:
@@ -139,7 +140,8 @@ class PixelScaling:
 
     def __call__(self, pixels: NDArray[np.uint8] | None = None, **more: NDArray[np.uint8]) -> Arrays:
         """Return byte arrays by name, transposed from [..., height, width, 3] to [..., 3, height, width], and
-        the lookup table with which the worker normalizes them. `pixels` is the array of this name."""
+        the lookup table with which the worker normalizes them. The array `pixels` is returned under this
+        name."""
         arrays = more if pixels is None else {"pixels": pixels, **more}
         return self.to_arrays(
             **{name: np.stack([array[..., i] for i in range(3)], axis=-3) for name, array in arrays.items()}
@@ -175,7 +177,8 @@ def _per_channel(keys: ConfigReader, key: str, default: tuple[float, ...]) -> tu
 
 
 def count_of(keys: ConfigReader, key: str, default: int) -> int:
-    """Read the maximum number of tiles or crops of an image; raise a ConfigError if it is too large."""
+    """Return the setting `key`, a maximum number of tiles or crops of an image; raise a ConfigError if it is
+    too large."""
     count = keys.size(key, default)
     if count > _MAX_PARTS:
         raise keys.wrong(key, f"{_MAX_PARTS} at most")
@@ -225,8 +228,8 @@ def size_of(keys: ConfigReader, key: str = "size") -> dict[str, int]:
 
 
 def fitted(size: Mapping[str, int], image: Size) -> Size:
-    """Return the height and width to resize an image to: those of `size`, or the edges that follow from its
-    shortest_edge in the image's aspect ratio."""
+    """Return the height and width to resize an image to: `height` and `width` of `size` or, if it has a
+    shortest_edge, that for the shorter side and the other side in proportion."""
     if "height" in size and "width" in size:
         return size["height"], size["width"]
     if "shortest_edge" in size and "longest_edge" not in size:
@@ -247,8 +250,8 @@ def fit_size(image: Size, bounds: Size, *, rounding: Callable[[float], int] = ma
 
 
 def center_cropped(pixels: Pixels, size: Size) -> Pixels:
-    """Return the center of an image, cut to this size (height, width). An image that is too small is padded
-    with zeros."""
+    """Return the center of an image, cropped to `size` (height, width) in pixels. An image that is too small
+    is padded with zeros."""
     height, width = pixels.shape[:2]
     high, wide = size
     if high > height or wide > width:

@@ -71,7 +71,8 @@ class MediaKeys:
     """Computes cache keys of items: hashes that are equal for the same content and processing arguments."""
 
     def __init__(self, algorithm: str) -> None:
-        """`algorithm` is mm_hasher_algorithm. If it is blake3 and that package is missing, sha256 is used."""
+        """Choose the hash function `algorithm` (mm_hasher_algorithm). If it is blake3 and that package is
+        missing, sha256 is used."""
         self._new: Any = getattr(hashlib, algorithm, hashlib.sha256)
         if algorithm == "blake3":
             try:
@@ -89,8 +90,8 @@ class MediaKeys:
         return self._of(*scope, item.modality.encode(), how, *named)
 
     def fitted(self, key: bytes, processed: ProcessedItem) -> bytes:
-        """Return the cache key of a processed item with a uuid, from its name `key` (a hash of the uuid) and
-        its shapes. With the shapes, a different item with the same uuid cannot break the encoder."""
+        """Return the cache key of a processed item with a uuid: a hash of `key` (a hash of the uuid), the
+        span and the shapes. A different item with the same uuid thus cannot break the encoder."""
         arrays = {name: (array.dtype, array.shape) for name, array in (processed.arrays or {}).items()}
         form = msgspec.json.encode((processed.token_ids, processed.runs, arrays), order="sorted")
         return self._of(key, form)

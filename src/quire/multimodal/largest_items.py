@@ -22,7 +22,7 @@ _RATE = 16000
 def largest_items(
     path: Path, media: MediaFacts, section: MultimodalSection, tokenizer: Tokenizer | None, longest: int
 ) -> dict[str, int]:
-    """Return the number of embeddings of the largest possible item by enabled modality.
+    """Return the number of embeddings of the largest possible item of each enabled modality.
 
     The number is at most `longest`, the maximum number of prompt tokens; without a tokenizer it is `longest`.
     Models that cross-attend to an item, such as Whisper, have a fixed number."""

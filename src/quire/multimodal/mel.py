@@ -34,7 +34,7 @@ _FRAMES = 4096
 
 
 def resampled(sound: Audio, rate: int, most: int) -> Samples:
-    """Convert audio to the sample rate `rate`, and return at most the first `most` samples."""
+    """Convert audio to `rate` samples per second, and return at most the first `most` samples."""
     samples = sound.samples
     if sound.rate == rate:
         return samples[:most]

@@ -45,7 +45,8 @@ def place(
 
 
 def _find_marks(token_ids: Sequence[int], marks: dict[str, Mark]) -> list[tuple[int, Mark]]:
-    """Return the position and the tokens of every mark in the prompt. `marks` are the tokens by modality."""
+    """Return the position in the prompt and the token ids of every mark. `marks` maps a modality to the token
+    ids of its mark."""
     first: dict[int, list[Mark]] = {}
     for mark in sorted({*marks.values()}, key=len, reverse=True):
         first.setdefault(mark[0], []).append(mark)

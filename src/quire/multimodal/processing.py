@@ -59,7 +59,8 @@ class RawItem(NamedTuple):
 
 
 class KnownText(NamedTuple):
-    """A text (a data: url or base64) of an item that was sent before."""
+    """Entry for a data: url or base64 text that a client sent before: its item, which need not be decoded
+    again."""
 
     name: bytes
     """Name of the item in the processor cache."""
@@ -68,7 +69,8 @@ class KnownText(NamedTuple):
 
 
 class EqualItems:
-    """The items of one request by their name in the processor cache: equal items are processed once."""
+    """The items of one request by their name in the processor cache, so that equal items are processed
+    once."""
 
     def __init__(self) -> None:
         self._locks: dict[bytes, asyncio.Lock] = {}
@@ -92,7 +94,8 @@ class MediaProcessor:
         *,
         max_tokens: int | None = None,
     ) -> None:
-        """Placeholder tokens of a prompt are limited to `max_tokens`; None: no limit."""
+        """Build the processor. `max_tokens` is the maximum number of placeholder tokens of a prompt, beyond
+        which it raises a RequestError; None: no limit."""
         self.processor = processor
         self.processor_cache = ProcessorCache(0) if processor_cache is None else processor_cache
         self._max_tokens = max_tokens
@@ -127,8 +130,8 @@ class MediaProcessor:
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
         """Fetch, decode and process the items of one prompt, and return them in order. `arguments` are
-        mm_processor_kwargs, `reading` are media_io_kwargs; both override those of the server. An error names
-        its item and cancels the others."""
+        mm_processor_kwargs, `reading` are media_io_kwargs; both override those of the server. If an item
+        fails, the error names it, and the other items are cancelled."""
         (prepared,) = await self.prepare_each([items], arguments, reading)
         return prepared
 
@@ -220,7 +223,8 @@ class MediaProcessor:
         return (name if item.uuid is None else self._keys.fitted(name, processed)), processed
 
     async def process_again(self, prepared: Sequence[PreparedItem]) -> dict[bytes, Arrays]:
-        """Process again the items that the engine core has evicted; return the arrays by cache key."""
+        """Process again the items whose arrays the engine core has evicted; return the arrays by cache
+        key."""
         share = BudgetShare(self._max_bytes)
 
         async def process_one(known_key: bytes, raw: RawItem) -> Arrays | None:
@@ -241,7 +245,8 @@ class MediaProcessor:
         return {key: arrays for key, arrays in zip(raws, results, strict=True) if arrays is not None}
 
     async def decode_audio(self, data: bytes, rate: int, max_seconds: float) -> Samples:
-        """Decode an audio file to mono samples at this rate; raise a RequestError beyond `max_seconds`."""
+        """Decode an audio file to mono samples at `rate` samples per second. Raise a RequestError if it is
+        longer than `max_seconds`."""
 
         def decode_samples() -> Samples:
             with self._decoding.hold() as hold:

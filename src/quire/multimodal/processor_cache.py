@@ -29,16 +29,16 @@ class _CacheEntry(NamedTuple):
 class ProcessorCache:
     """Cache of the processed items of one API process.
 
-    If `replicated`, the engine core caches the arrays, and this cache only follows which items the core has,
-    by the same order of eviction. Arrays that the core has are not sent again. With an `arena`, the arrays
-    are in shared memory, and only references to them are sent."""
+    If `replicated`, the engine core caches the arrays; this cache evicts items in the same order, so that it
+    knows which arrays the core has, and does not send them again. With an `arena`, the arrays are in shared
+    memory, and only references to them are sent."""
 
     def __init__(self, max_bytes: int, *, replicated: bool = False, arena: SharedArena | None = None) -> None:
         self._entries: Lru[_CacheEntry] = Lru(max_bytes, self._on_drop)
         """Cached items by name. The name is the cache key, or a hash of the uuid for items with a uuid."""
         self._arena = arena
         self._is_shared = True
-        """Whether the engine core can read the shared memory of the arena."""
+        """Whether the engine core can read the shared memory of the arena; if not, arrays are sent to it."""
         self._core_keys: Lru[None] | None = Lru(max_bytes) if replicated else None
         """Cache keys of the items whose arrays the engine core has; None if not `replicated`."""
         self.count: Callable[[int, int], None] = lambda queries, hits: None
@@ -86,7 +86,8 @@ class ProcessorCache:
     # ---- shared memory
 
     def _store(self, arena: SharedArena, arrays: Arrays) -> SharedObject | None:
-        """Store arrays in shared memory, evicting the oldest unused items; return None without space."""
+        """Store arrays in shared memory, and return their location. Evict the oldest unused items if there is
+        no space; return None if there still is none."""
         if (size := size_of(arrays)) > arena.max_object_bytes:
             _warn(size, "mm_shm_cache_max_object_size_mb", arena.max_object_bytes)
             return None
@@ -140,7 +141,8 @@ class ProcessorCache:
         )
 
     def outgoing(self, media: Media, *, all_arrays: bool = False) -> Media:
-        """Return the media to send to the engine core: without arrays that it has, unless `all_arrays`."""
+        """Return the media to send to the engine core. Arrays that the core already has are left out unless
+        `all_arrays`."""
         if self._arena is not None:
             return self._refer_to_arena(self._arena, media, all_arrays)
         if self._core_keys is None:
@@ -184,7 +186,8 @@ class ProcessorCache:
 
 
 class SharedProcessorCache(ProcessorCache):
-    """Cache of processed items with their arrays that all API processes of a server share."""
+    """Cache of processed items, including their arrays, in memory that all API processes of a server
+    share."""
 
     def __init__(self, shared: SharedCache) -> None:
         super().__init__(shared.max_bytes)

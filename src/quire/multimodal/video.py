@@ -17,7 +17,8 @@ from quire.multimodal.processors import Video
 
 _NUM_FRAMES = 32
 _MAX_FRAMES = 100_000
-"""Maximum number of frames of a video file. All frames up to the last sampled one are decoded."""
+"""Maximum number of frames of a video file; longer files are refused. All frames up to the last sampled one
+are decoded."""
 _DECODE_S = 60.0
 _MAX_SAMPLED = 2
 """Maximum number of pixels of all sampled frames together, as a multiple of the limit of one image."""
@@ -124,8 +125,8 @@ def _decode_file(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) 
 
 
 def _begin_size(largest: int, width: int, height: int, limits: DecodeLimits) -> int:
-    """Reserve the memory that a codec needs for a frame of this size, beyond that for the `largest` frame so
-    far, in pixels. Return the new largest number. Frames may be larger than the file's header states."""
+    """Reserve codec memory for a frame of this size in pixels, as far as it exceeds `largest`, the most
+    pixels of a frame so far; frames may be larger than the file's header states. Return the new maximum."""
     if width * height > largest:
         limits.check_pixels(width, height)
         limits.take((width * height - largest) * _CODEC_BYTES)
@@ -133,7 +134,8 @@ def _begin_size(largest: int, width: int, height: int, limits: DecodeLimits) -> 
 
 
 def _count(container: Any, stream: Any) -> int:
-    """Count the frames of a video by its packets, without decoding: the header's number may be wrong."""
+    """Return the number of frames of a video, counted by its packets without decoding: the file's header may
+    be wrong. Raise a RequestError for too many."""
     total = 0
     for packet in container.demux(stream):
         total += packet.size > 0
@@ -171,7 +173,8 @@ class _Frames:
         self._count = 0
 
     def _facts(self, count: int) -> tuple[float | None, int, tuple[int, ...], float | None]:
-        """Return the fields of `Video` after `frames`, if the first `count` sampled frames were decoded."""
+        """Return the values of all fields of `Video` but `frames`, for a video of the first `count` sampled
+        frames."""
         sampled_fps = None if self._fps is None else self._fps * count / self._total
         return sampled_fps, self._total, tuple(self._indices[:count]), self._fps
 

@@ -40,7 +40,7 @@ class ExpertPlaces:
         self.set(placement)
 
     def set(self, placement: Placement) -> None:
-        """Set the placement of experts on ranks for the next steps."""
+        """Set for the next steps which expert is in which slot of which rank."""
         self.placement = placement
         replicas = placement.replicas(self.num_experts)
         width = self._places.shape[1]

@@ -32,7 +32,8 @@ def num_bytes(tensor: Sized) -> int:
 
 
 def chunks(tensors: Iterable[T], max_bytes: int) -> Iterator[list[T]]:
-    """Divide tensors into chunks as vLLM does: each is closed after the tensor that exceeds the size."""
+    """Yield tensors in chunks, as vLLM packs them: a chunk ends with the tensor by which it exceeds
+    `max_bytes`."""
     chunk: list[T] = []
     size = 0
     for tensor in tensors:
@@ -97,7 +98,7 @@ class NCCLWeightTransferEngine:
 
     @staticmethod
     def trainer_init(init_info: Mapping[str, Any]) -> BroadcastGroup:
-        """Join the workers as rank 0."""
+        """Join the broadcast group of the workers as rank 0, and return it."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         address = str(init_info["master_address"]), int(init_info["master_port"])
         return BroadcastGroup(*address, 0, int(init_info["world_size"]), device)

@@ -35,24 +35,26 @@ class Group:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum x over all ranks, and return this rank's share of the rows."""
+        """Sum x over all ranks, and return this rank's equal part of the rows of the sum."""
         return x
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent` rows of x to each rank in order; return the `received` rows from each."""
+        """Send the rows of x: `sent[i]` consecutive rows to rank i. Return the rows from all ranks, in order:
+        `received[i]` rows from rank i."""
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send x to this rank; return when x may be changed."""
+        """Send x to the rank `to`, and return when x may be changed."""
         raise AssertionError("a group of one cannot send")
 
     def isend(self, x: Tensor, to: int) -> Sending:
-        """Send x without waiting if possible; x must not change until it is sent."""
+        """Start to send x to the rank `to`, without waiting if possible; x must not change until it is
+        sent."""
         self.send(x, to)
         return _Sent()
 
     def receive(self, x: Tensor, source: int) -> None:
-        """Receive into x from this rank."""
+        """Receive a tensor from the rank `source` into x."""
         raise AssertionError("a group of one cannot receive")
 
 

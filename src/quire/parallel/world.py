@@ -37,8 +37,8 @@ def join(
     *,
     ordered: bool = False,
 ) -> World:
-    """Join all other workers at a rendezvous URL (`file://`, `tcp://`); all of them create the groups in the
-    same order. If `ordered`, sums between GPUs are added in the order of the ranks."""
+    """Join all other workers at a rendezvous URL (`file://`, `tcp://`), and return this worker's groups; all
+    workers must call it. If `ordered`, sums between GPUs are added in the order of the ranks."""
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     shared = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
     dp_size = parallel.data_parallel_size if shared else 1

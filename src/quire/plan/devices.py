@@ -10,7 +10,7 @@ _PCIE_5 = 64e9
 
 
 class Accelerator(NamedTuple):
-    """One accelerator. Rates are peaks of dense arithmetic."""
+    """One kind of GPU or other device. Rates are peaks of dense arithmetic, as stated by the vendor."""
 
     label: str
     total_bytes: int
@@ -91,8 +91,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gib|gb|g)?", re.IGNORECASE)
 
 
 def device(name: str) -> Accelerator:
-    """Return a device by its name or by a cloud instance. A number is its memory in GiB, with the rates of an
-    H100."""
+    """Return a device by its name or by the name of a cloud instance. A number is a device with that
+    memory in GiB and the rates of an H100."""
     kind, per_node = INSTANCES.get(name.lower(), ("", 0))
     if kind:
         return DEVICES[kind]._replace(per_node=per_node)

@@ -28,7 +28,7 @@ from quire.system.platform import detect, hardware_threads, thread_advice
 from quire.version import __version__
 
 _TORCH = ((2, 11), (2, 14))
-"""Lowest supported version of torch, and the first unsupported one."""
+"""Lowest supported version of torch, and the lowest version above it that is not supported."""
 _CONTEXT = 4096
 _VERSION_TIMEOUT_S = 2.0
 _CACHE_BYTES = 2 << 30

@@ -33,7 +33,7 @@ LIBRARY_BYTES = 0.8 * 2**30
 
 
 class Precision(NamedTuple):
-    """A storage format of the weights."""
+    """A storage format of the weights, such as bf16, fp8 or int4."""
 
     bits: float
     """Bits per weight of a linear layer, including scales."""
@@ -57,7 +57,7 @@ STORED = "stored"
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device with the highest usage."""
+    """Bytes that an engine needs on its most used device, by purpose, without the KV cache."""
 
     weights: int
     activations: int
@@ -77,14 +77,16 @@ class Memory:
         return terms | buffers
 
     def terms(self, cache: CacheSize) -> dict[str, int]:
-        """Return the bytes by name, with those of the KV cache and of state checkpoints."""
+        """Return the bytes by purpose, including those of the KV cache `cache` and of its SSM state
+        checkpoints."""
         terms = {**self._terms(), "KV cache": cache.num_bytes}
         return terms | ({"state checkpoints": size} if (size := cache.all_checkpoint_bytes) else {})
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """A precision and a parallel layout, with their memory. They fit if `why_not` is empty."""
+    """A precision and a parallel layout of a model, with their memory per device; they fit if `why_not` is
+    empty."""
 
     precision: str
     tp: int
@@ -101,18 +103,18 @@ class MemoryFit:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The requested workload."""
+    """The workload that a plan is made for."""
 
     context: int
     """Tokens of the longest request."""
     concurrency: int
     """Number of concurrent requests of that length."""
     flags: Mapping[str, Any]
-    """Engine flags given by the user."""
+    """Engine flags given by the user, by name."""
 
 
 class StageWeights(NamedTuple):
-    """The weights on one device of a pipeline stage, in bytes."""
+    """The weights on one device of a pipeline stage, in bytes; `layers` are those of each layer."""
 
     layers: list[int]
     others: int
@@ -139,7 +141,8 @@ def stage_weights(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int =
 
 
 def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> int:
-    """Return the weight bytes on the device with the most."""
+    """Return the weight bytes on the device with the most, at tensor and pipeline parallel sizes `tp` and
+    `pp`."""
     return max(stage.total for stage in stage_weights(checkpoint, precision, tp, pp))
 
 

@@ -50,7 +50,7 @@ QWEN_0_6B = MeasuredModel(
 
 
 class TokenRates(NamedTuple):
-    """Tokens per second of a batch."""
+    """Expected speed for a batch of sequences; the rates are in tokens per second."""
 
     batch: int
     decode_ms: float
@@ -110,8 +110,8 @@ def prefill_cost() -> Cost:
 
 
 def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> TokenRates:
-    """Return the rates for `batch` sequences of `context` tokens. Each pipeline stage has a part of the
-    batch."""
+    """Return the expected speed on `device` for `batch` sequences of `context` tokens each, divided evenly
+    among pipeline stages."""
     assert fit.config is not None, "a layout that does not fit has no rates"
     checkpoint, stage_batch = fit.config.checkpoint, -(-batch // fit.pp)
     weights = count_parameters(checkpoint.facts)
@@ -148,7 +148,8 @@ def copy_seconds(fit: MemoryFit, device: Accelerator) -> float:
 
 
 def _cache_bytes(fit: MemoryFit, context: int) -> int:
-    """Return the cache bytes that decoding one token of a sequence of `context` tokens reads."""
+    """Return the KV cache bytes, over all layers, that decoding one token of a sequence of `context`
+    tokens reads."""
     assert fit.config is not None
     dtype_bytes = DTYPE_BYTES[kv_dtype(fit.config)]
     requested, layers = fit.config.cache.kv_cache_dtype, cache_specs(fit.config.checkpoint.facts)

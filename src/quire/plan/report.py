@@ -65,7 +65,7 @@ def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) ->
 
 
 def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, Any]:
-    """Return a layout in one precision as a dictionary for JSON."""
+    """Return a layout in one precision, its memory and its expected speed as a dictionary for JSON output."""
     result: dict[str, Any] = {
         "precision": fit.precision,
         "tensor_parallel_size": fit.tp,
@@ -106,7 +106,7 @@ def unserved(device: Accelerator) -> str:
 
 
 def command(model: str, fit: MemoryFit, wanted: Wanted) -> str:
-    """Return the command to run."""
+    """Return the `quire serve` command for this layout and workload."""
     flags: dict[str, Any] = {"max_model_len": wanted.context, **wanted.flags}
     flags |= PRECISIONS[fit.precision].flags if fit.precision in PRECISIONS else {}
     flags |= {"tensor_parallel_size": fit.tp} if fit.tp > 1 else {}
@@ -172,7 +172,8 @@ def text(
 
 
 def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
-    """Draw the memory of one device for each layout that fits; the frame is the device's memory."""
+    """Return an SVG chart of the memory of one device, by purpose, for each layout that fits; the frame is
+    the device's memory."""
     bars = [
         (f"{fit.precision} tp{fit.tp}" + (f" pp{fit.pp}" if fit.pp > 1 else ""), fit.memory.terms(fit.cache))
         for fit in fits
@@ -185,8 +186,8 @@ def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
 
 
 def _lines(fits: list[MemoryFit], wanted: Wanted) -> list[str]:
-    """Return a line per layout. Layouts of a precision that fail for the same reason share one line, with the
-    figure of the layout that comes nearest."""
+    """Return a printed line per layout. Layouts of a precision that fail for the same reason share one
+    line, with the figure of the layout that comes nearest."""
     lines = []
     for (precision, reason), group in groupby(fits, key=_reason):
         same = list(group)
@@ -251,8 +252,8 @@ def _line(fit: MemoryFit, wanted: Wanted) -> str:
 
 
 def _formula(fit: MemoryFit) -> list[str]:
-    """Return the memory formula: weights + libraries + peak activations + KV cache of a sequence x
-    sequences."""
+    """Return the lines of the memory formula: weights + libraries + peak activations + KV cache of a
+    sequence x sequences."""
     assert fit.memory is not None and fit.cache is not None
     terms = fit.memory.terms(fit.cache)
     lines = [f"Memory of one device, {fit.precision}, tp {fit.tp}, pp {fit.pp}:"]

@@ -64,12 +64,13 @@ class StoredExperts(StoredTensors):
         raise NotImplementedError
 
     def bias_parts(self) -> dict[str, Piece]:
-        """Return the biases of `gate_up` and `down`, if there are any."""
+        """Return the bias tensors by `gate_up` and `down`; empty if the experts have no biases."""
         biases = {"gate_up": self.gate_up_bias, "down": self.down_bias}
         return {name: Piece(bias, 1) for name, bias in biases.items() if bias is not None}
 
     def reorder(self, order: Tensor) -> None:
-        """Reorder the outputs of `gate_up`, after loading and before `finish`."""
+        """Put the outputs of `gate_up` into the order of the indices `order`, after loading and before
+        `finish`."""
         biases = [self.bias_parts()["gate_up"]] if self.shape.bias else []
         for tensor, axis, *_ in (*self.parts()["gate_up"].values(), *biases):
             if axis is not None:
@@ -88,8 +89,8 @@ class StoredExperts(StoredTensors):
             self.mix.refresh()
 
     def by_expert(self) -> list[list[Tensor]]:
-        """Return the bytes that kernels read: for each tensor a list with the bytes of each expert. Expert
-        load balancing moves an expert by copying its bytes."""
+        """Return the weights that kernels read: for each tensor a list of uint8 tensors, one per expert.
+        Expert load balancing moves an expert by copying these bytes."""
         if isinstance(self.mix, CpuExperts):
             return self.mix.by_expert()
         return [_split_bytes(tensor, self.shape.experts) for tensor in self.parameters() if tensor.numel()]
@@ -100,11 +101,12 @@ class StoredExperts(StoredTensors):
 
 
 def are_fused(parts: tuple[str, ...]) -> bool:
-    """Return whether gate and up are in one tensor; two parts may also be `up` and `down` without a gate."""
+    """Return whether gate and up are one tensor, given the names of the expert projections. Two names may
+    also be `up` and `down` without a gate."""
     return len(parts) == 2 and not parts[0].endswith(".up_proj")
 
 
 def _split_bytes(tensor: Tensor, num: int) -> list[Tensor]:
-    """Return the bytes of a tensor, split by expert."""
+    """Return the bytes of a tensor of `num` experts as one uint8 tensor per expert."""
     assert tensor.is_contiguous() and tensor.numel() % num == 0
     return list(tensor.detach().flatten().view(torch.uint8).view(num, -1))

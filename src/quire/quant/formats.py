@@ -19,7 +19,8 @@ class SchemeFormat:
         self.facts = facts
         self.plain = plain
         self.shape_of = shape_of
-        """Shapes of the checkpoint's tensors; None if there are no weight files."""
+        """Function that returns the shape of a checkpoint tensor by name; None if there are no weight
+        files."""
         self._formats: dict[Scheme, Format] = {}
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:

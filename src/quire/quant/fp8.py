@@ -239,8 +239,8 @@ class Fp8Matrices(nn.Module):
         return Scaled(self.weight.data, self.scale.data)
 
     def settle(self) -> None:
-        """Expand the scales to one per output or block. If the checkpoint is not in FP8, quantize the
-        weight."""
+        """Expand the scales to one per output or block after loading; quantize the weight if the checkpoint
+        is not in FP8."""
         if not self.scheme.stored:
             matrices = self.weight.data.flatten(0, -3) if self.axis else self.weight.data[None]
             quantized = [quantize_weight(matrix) for matrix in matrices]  # one by one, to save memory

@@ -64,7 +64,7 @@ class GGUFFormat:
         return GGUFExpertsOnGPU(_kinds(stored), shape)
 
     def _stored(self, parts: tuple[str, ...]) -> list[Stored]:
-        """Return the type and shape of each part that the file has."""
+        """Return the ggml type and shape of each of `parts` that exists in the file."""
         names = [f"{part}.weight" for part in parts]
         return [self.stored[name] for name in names if name in self.stored]
 

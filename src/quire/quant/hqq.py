@@ -42,8 +42,8 @@ class HqqFormat:
 
 
 class HqqTensors:
-    """The tensors of HQQ. A device with a shard of a weight loads all its codes, since outputs far apart
-    share a byte."""
+    """The checkpoint tensors of an HQQ weight. A device with a shard of a weight loads all codes of the
+    weight, since outputs far apart share a byte."""
 
     def __init__(self, scheme: Hqq) -> None:
         self.scheme = scheme

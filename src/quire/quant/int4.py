@@ -144,7 +144,7 @@ class Int4Tensors(Protocol):
     """The tensors of a weight in one file format: how to create and read them."""
 
     label: str
-    """Format and bits, for messages."""
+    """Name of the format and number of bits, for log and error messages."""
 
     def empty(self, outputs: Runs, inputs: Shard, device: torch.device, *front: int) -> dict[str, Piece]:
         """Return empty tensors by the suffix of their names: of one weight, or of several weights with the
@@ -153,12 +153,12 @@ class Int4Tensors(Protocol):
     def read(
         self, stored: dict[str, Tensor], outputs: Runs, inputs: Shard
     ) -> tuple[Int4Codes, Tensor | None]:
-        """Return the codes of a weight, and the order of its inputs; None if the order is that of the layer's
-        input."""
+        """Return the codes of a weight, and for each of their columns the index of the layer's input; None:
+        the columns are in the order of the inputs."""
 
 
 class GroupedTensors:
-    """The tensors of AWQ, GPTQ, compressed-tensors and torchao."""
+    """The checkpoint tensors of a weight in the format of AWQ, GPTQ, compressed-tensors or torchao."""
 
     def __init__(self, scheme: Grouped) -> None:
         self.scheme = scheme
@@ -220,8 +220,8 @@ class Int4Linear(Weight):
             self.gated = None
 
     def _read(self, i: int, order: Tensor) -> tuple[Int4Codes, Tensor | None]:
-        """Return the codes of part `i` with outputs in this order, and the order of its inputs; release its
-        stored tensors."""
+        """Return the codes of part `i` with outputs in the order `order`, and for each column the index of
+        the layer's input (None: in order); release the part's stored tensors."""
         stored = {suffix: piece.tensor for suffix, piece in self.stored[i].items()}
         codes, inputs = self.tensors.read(stored, self.shape.output_runs[i], self.shape.input_shard)
         self.stored[i] = {}
@@ -235,7 +235,8 @@ class Int4Linear(Weight):
     def _build_product(
         self, parts: list[Int4Codes], order: Tensor | None, bias: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
-        """Return the matmul of parts with the same order of inputs."""
+        """Return a function that computes x W^T + b for the concatenated parts; `order` has the layer's input
+        of each column of their codes (None: in order)."""
         shape, product = self.shape, None
         gather: Callable[[Tensor], Tensor] | None = None
         if any(codes.group == 1 for codes in parts):
@@ -402,7 +403,8 @@ def _is_same_order(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _join_offsets(parts: list[tuple[Int4Codes, Tensor | None]], dtype: torch.dtype) -> Tensor | None:
-    """Return the offsets of all parts, [groups, outputs] (see `split_zeros`); None if all are 0."""
+    """Return the zero-point offsets (see `split_zeros`) of all parts, [groups, outputs]; None if all are
+    0."""
     if all(offsets is None for _, offsets in parts):
         return None
     rows = [torch.zeros_like(codes.scales) if offsets is None else offsets for codes, offsets in parts]

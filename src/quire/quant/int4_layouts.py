@@ -207,8 +207,8 @@ LAYOUTS = {
 
 
 def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int4Codes, Tensor | None]:
-    """Return the codes of a weight, and the order of its inputs; None if the order is that of the layer's
-    input."""
+    """Return the codes of a weight, and for each of their columns the index of the layer's input; None: the
+    columns are in the order of the inputs."""
     layout, order = LAYOUTS[scheme.layout], None
     codes, scales, zeros = layout.read(scheme, stored)
     if not zeros.is_floating_point():
@@ -251,7 +251,8 @@ def _shard_groups(whole: Int4Codes, group_of: Tensor) -> tuple[Int4Codes, Tensor
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor | None:
-    """Return the indices of the inputs sorted by group; None if they are sorted already."""
+    """Return the indices that sort the inputs by their groups `group_of`; None if they are sorted already.
+    Raise a ConfigError if the groups differ in size."""
     if not bool(group_of.any()) or bool((group_of.diff() >= 0).all()):
         return None
     sizes = torch.bincount(group_of.long(), minlength=groups)

@@ -122,7 +122,8 @@ class Int8Weight(Weight):
     """An 8-bit weight: stored codes and scales, or an unquantized weight that is quantized after loading."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: Int8, **options: Any) -> None:
-        """Build the weight; `options` are those of `Int8Matrices`."""
+        """Build an `Int8Weight`. `plain` builds the unquantized weight that replaces it if no kernel supports
+        the codes; `options` are those of `Int8Matrices`."""
         super().__init__(shape)
         self.plain, self.scheme = plain, scheme
         self.stored: Int8Matrices | None = Int8Matrices(

@@ -102,7 +102,8 @@ class Mxfp4Experts(StoredExperts):
 
 
 def _unfilled(shape: ExpertShape, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return empty tensors for blocks and scales."""
+    """Return empty parameters for the packed blocks and the scales of each expert's matrix [rows,
+    columns]."""
     size = shape.experts, rows, columns // BLOCK
     blocks = empty_parameter(*size, BLOCK // 2, dtype=torch.uint8, device=shape.device)
     return blocks, empty_parameter(*size, dtype=torch.uint8, device=shape.device)

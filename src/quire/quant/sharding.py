@@ -65,7 +65,8 @@ def shards_of(numbers: Iterable[int], size: int) -> Runs:
 
 
 def padded(group: Group, size: int) -> Shard:
-    """Return this device's shard of an axis that may not divide evenly: the last shards are padded."""
+    """Return this device's shard of an axis that the group may not divide evenly: the last shards are padded
+    with zeros."""
     share = -(-size // group.size)
     return Shard(share, min(group.rank * share, size), size)
 
@@ -93,7 +94,8 @@ def by_group(group: Group, num: int, runs: Runs) -> Runs:
 
 
 def check_units(name: str, runs: Iterable[Shard], unit: int, what: str) -> None:
-    """Raise if a shard cuts a storage unit: a block, a group or a word of `unit` values."""
+    """Raise a ConfigError if a shard cuts a storage unit of `unit` values (a block, a group or a word);
+    `what` names these units in the error."""
     for run in runs:
         ends = run.start + run.size
         if run.is_whole or not (run.start % unit or (ends % unit and ends != run.all)):

@@ -122,5 +122,5 @@ class PlainFormat:
 
 
 def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a layer in float32 for inputs that may be narrower."""
+    """Return x W^T + b [T, size_out] in float32, for inputs and weights that may be narrower."""
     return F.linear(x.float(), weight.float(), bias)

@@ -114,22 +114,22 @@ class Weight(StoredTensors):
     of_gates: Callable[[Tensor], Tensor] | None = None
     """Computes the matmul of silu(gate) * up, given gate and up concatenated as x [T, 2 * size_in]."""
     entered: Callable[[Tensor, HeadEntry], Tensor | None] | None = None
-    """Computes query, key and value, applies RoPE and writes the KV cache (`Ops.rotate_and_write`); returns
-    None if x is not supported."""
+    """Projects x to query, key and value, applies RoPE, writes key and value to the KV cache and returns the
+    rotated queries [T, heads, head_dim] (`Ops.rotate_and_write`); None if x is not supported."""
     adapted: Callable[..., Tensor] | None = None
-    """Computes the matmul and adds the LoRA update of adapters."""
+    """Computes x W^T + b plus the LoRA updates of the adapters of each row."""
     gated_adapted: Callable[..., Tensor] | None = None
     entered_adapted: Callable[..., Tensor | None] | None = None
     chosen: Routes | None = None
     rows: Callable[[Tensor], Tensor] | None = None
-    """Looks up the rows of an embedding with these ids [T]; returns [T, size_in]."""
+    """Looks up rows of an embedding: maps token ids [T] to rows [T, size_in]."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
         self.shape = shape
 
     def use_kernels(self, other: "Weight") -> None:
-        """Compute with the kernels of another weight."""
+        """Replace the kernels of this weight by those of `other`."""
         for name in _KERNELS:
             setattr(self, name, getattr(other, name))
 
@@ -157,7 +157,8 @@ class Weight(StoredTensors):
 def with_bias(
     parts: list[dict[str, Piece]], bias: Tensor | None, sizes: Sequence[int]
 ) -> list[dict[str, Piece]]:
-    """Add to each part its slice of a shared bias."""
+    """Add to each part its slice of `bias`, if there is one, and return the parts; `sizes` are their numbers
+    of outputs."""
     if bias is not None:
         for part, piece in zip(parts, bias.split(list(sizes)), strict=True):
             part["bias"] = Piece(piece)

@@ -85,7 +85,8 @@ class RoundingPlan:
         raise ConfigError(f"{name} has {inputs} inputs, which groups of {group} do not divide; {remedy}")
 
     def apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors to write for one tensor of the model, by name."""
+        """Return the tensors to write for the model's tensor `name`, by name: packed values and scales if the
+        tensor is quantized, otherwise the tensor itself."""
         module = name.removesuffix(".weight")
         if module in self.modules and name.endswith(".weight"):
             parts = self.scheme.pack(tensor.float(), self.group, self.stored.dtype)

@@ -77,7 +77,8 @@ class _Writer:
 
 
 def write_gguf(stored: SourceModel, to: str, folder: Path, progress: Callable[[], object]) -> int:
-    """Write one GGUF file into `folder`; return the number of bytes of its tensors."""
+    """Write one GGUF file of the quantization type `to` into `folder`, calling `progress` after each tensor;
+    return the number of bytes of its tensors."""
     kind, file_type = GGUF_KINDS[to]
     source = stored.checkpoint.path
     name = _TYPE.sub("", source.stem) if stored.is_gguf else source.name

@@ -69,7 +69,8 @@ def _int4(weight: Tensor, group: int, dtype: torch.dtype) -> Parts:
 
 
 def _scale(weight: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
-    """Return the scale of each row or group (the last dimension), rounded to the stored dtype."""
+    """Return the scale that maps the largest absolute value of each row or group (the last dimension) to
+    `largest`, rounded to the stored dtype."""
     scale = (weight.abs().amax(-1, keepdim=True) / largest).to(dtype)
     return torch.where(scale == 0, 1, scale)
 

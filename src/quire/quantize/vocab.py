@@ -19,7 +19,8 @@ _PREFERRED = {"gpt-2": "default"}
 
 
 def gguf_vocab(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the tokenizer keys of the header; `size` is the number of rows of the embedding."""
+    """Return the tokenizer entries of a GGUF header, as {key: value}; `size` is the number of rows of the
+    embedding."""
     written = json.loads(tokenizer.backend.to_str())
     model = written["model"]
     if model["type"] != "BPE" or (written["decoder"] or {}).get("type") != "ByteLevel":

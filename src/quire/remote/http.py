@@ -1,4 +1,5 @@
-"""HTTP/1.1 client with keep-alive connections. Body data is passed on without a task switch."""
+"""HTTP/1.1 client for asyncio with keep-alive connections. Chunks of streamed bodies go straight from the
+socket to a callback, without a task switch."""
 
 import asyncio
 import os
@@ -24,7 +25,7 @@ class ServerGone(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response: status, headers and body."""
+    """A complete HTTP response: status code, headers and body."""
 
     status: int
     headers: dict[str, str]
@@ -63,7 +64,8 @@ class HttpClient:
         on_body: Callable[[bytes], None] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """Send a request and return the response. A body with status 200 is passed to `on_body` in chunks."""
+        """Send a request and return its response once it is complete. Chunks of a body with status 200 are
+        passed to `on_body`, if given. Raise ServerGone if no complete response arrives."""
         message = self._message(method, path, body, headers or {})
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -131,7 +133,7 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self.closed = False
         self.answered = False
-        """Whether any data was received for the latest request."""
+        """Whether any response data was received for the latest request on this connection."""
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[Response] | None = None
         self._parser: Any = None
@@ -216,7 +218,8 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an OSError: the system's text, since that of asyncio repeats the address."""
+    """Return why a connection failed: the system's text for the errno, since asyncio's text repeats the
+    address."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__

@@ -15,13 +15,13 @@ class BadAnswer(QuireError):
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """Details of the prompt tokens."""
+    """OpenAI's `prompt_tokens_details` of a usage: the number of prompt tokens from the prefix cache."""
 
     cached_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of the server."""
+    """OpenAI's `usage` of a response: the numbers of prompt and output tokens that the server counted."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
@@ -29,7 +29,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Text that a chunk of a stream adds to a chat message."""
+    """OpenAI's `delta`: the text and reasoning that a chunk of a stream adds to a chat message."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -42,7 +42,7 @@ class Choice(msgspec.Struct, frozen=True):
     delta: Delta | None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | None = None
-    """Token ids of this part, if the request has `return_token_ids`."""
+    """Ids of the output tokens of this chunk, if the request has `return_token_ids`."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """A model that the server lists."""
+    """A model that the server lists at /v1/models."""
 
     id: str
     root: str | None = None
@@ -78,7 +78,8 @@ _read_models = msgspec.json.Decoder(_Models).decode
 
 
 class CompletionStream:
-    """Parses the events of one streamed response. An error is stored in `error`."""
+    """Parser of the server-sent events of one streamed response. It passes each chunk to `on_chunk`; an error
+    in the stream is not raised but stored in `error`."""
 
     def __init__(self, on_chunk: Callable[[Chunk], None]) -> None:
         self.error: str | None = None
@@ -116,8 +117,8 @@ async def stream(
     *,
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Request a streamed response and pass on its chunks. Raise BadAnswer if the response is an error or
-    incomplete."""
+    """POST `body` to `path`, pass each chunk of the streamed response to `on_chunk`, and return at its end.
+    Raise BadAnswer if the response is an error or incomplete."""
     reader = CompletionStream(on_chunk)
     response = await client.request("POST", path, body, on_body=reader.feed, headers=headers)
     if response.status != 200:
@@ -129,7 +130,7 @@ async def stream(
 
 
 async def models(client: HttpClient, path: str = "/v1/models") -> tuple[ModelCard, ...]:
-    """Return the models of the server; the first is its default."""
+    """Return the models that the server lists, its default first. Raise BadAnswer if it lists none."""
     response = await client.request("GET", path)
     if response.status != 200:
         raise BadAnswer(f"{client.base_url}{path}: {error_of(response)}")
@@ -159,7 +160,7 @@ def error_of(response: Response) -> str:
 
 
 def message_of(error: Any) -> str:
-    """Return the message of an error in any of the formats that servers use."""
+    """Return the message of a decoded error (an object with `message`, or a text) as one line."""
     if isinstance(error, dict) and "message" in error:
         error = error["message"]
     return " ".join(str(error).split())[:500] or "no message"

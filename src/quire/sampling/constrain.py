@@ -19,8 +19,8 @@ is reused."""
 
 
 def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
-    """Write grammar masks in the format of the kernels to `into` [masks, 1 + words]: the mask's row of
-    logits, then its bits. `places` is the result of `SamplingRows.places`."""
+    """Write grammar masks in the format of the kernels to `into` [masks, 1 + words]: for each mask the index
+    of its row of logits, then one bit per token. `places` is the result of `SamplingRows.places`."""
     into[:, 0] = places[masks.rows]
     if len(masks.sample_index):
         into[:, 0] += masks.sample_index

@@ -9,7 +9,8 @@ from quire.sampling.transfer import to_device
 
 
 class Counts:
-    """Token counts by row, for rows whose request has penalties."""
+    """Token counts for penalties, on the device: for each row (running sequence) whose request has penalties,
+    which token ids its prompt contains, and how often its output contains each token id."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
@@ -48,7 +49,7 @@ class Counts:
         )
 
     def add(self, rows: Ints, state: SamplingRows, token_ids: Tensor) -> None:
-        """Count the new tokens `token_ids` [N] of `rows`."""
+        """Add the new output tokens `token_ids` [N] of `rows` [N] to the counts of rows with penalties."""
         from quire.kernels.triton.logits import count_tokens
 
         lines = np.where(state.flags[rows] & PENALTIES, rows, -1)

@@ -79,8 +79,8 @@ def _keep_only(logits: Tensor, masked: NDArray[np.intp], at: Ints, token_ids: In
 def _penalise(
     logits: Tensor, at: NDArray[np.intp], rows: Ints, state: SamplingRows, history: History
 ) -> None:
-    """Apply the repetition penalty over prompt and output, and frequency and presence penalties over the
-    output."""
+    """Apply to the rows `at` of `logits` [N, V], in place, the repetition penalty over prompt and output, and
+    the frequency and presence penalties over the output."""
     device, vocab = state.device, logits.shape[1]
     index = to_device(at, device)
     chosen = rows[at]

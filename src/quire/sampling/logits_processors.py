@@ -20,7 +20,8 @@ T = TypeVar("T")
 RequestLogitsProcessor = (
     Callable[[list[int], Tensor], Tensor] | Callable[[list[int], list[int], Tensor], Tensor]
 )
-"""Processes the logits [V] of one request: called with the output so far, or with prompt and output."""
+"""Function that returns the processed logits [V] of one request. Its arguments are the output token ids so
+far, or the prompt and output token ids, and then the logits."""
 
 
 class MoveDirectionality(Enum):
@@ -44,7 +45,7 @@ class BatchUpdate:
     added: Sequence[AddedRequest]
     """New requests; an index may replace the request that it had."""
     moved: Sequence[tuple[int, int, MoveDirectionality]]
-    """(from, to, directionality)"""
+    """Moves of requests, each as (from index, to index, directionality)."""
 
 
 class LogitsProcessor(ABC):
@@ -186,7 +187,7 @@ class ProcessorBatch:
         self._order = None
 
     def _update(self, rows: list[int]) -> BatchUpdate | None:
-        """Change the batch to these rows and return the changes; None if there are none."""
+        """Make the batch consist of the requests of `rows` and return the changes; None if there are none."""
         wanted = {(row, int(self._state.admission[row])) for row in rows}
         known = {(entry.row, entry.admission) for entry in self._batch}
         free = [at for at, entry in enumerate(self._batch) if (entry.row, entry.admission) not in wanted]
@@ -220,8 +221,8 @@ class ProcessorBatch:
             entry.output_ids.extend(tokens[entry.row, known : num_tokens[entry.row]].tolist())
 
     def apply(self, logits: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
-        """Return the logits [N, V] of the step's rows after the calls of `processors`, which see them in the
-        order of their batch."""
+        """Return the logits [N, V] of the step's rows as changed by `processors`. The processors get the rows
+        in the order of the batch indices, the caller in the order of the step."""
         if self._order is None or not processors:
             return logits
         index = None if self._is_sorted else to_device(self._order.astype(np.int64), logits.device)

@@ -21,7 +21,8 @@ def row_logprobs(
     mode: str,
     ends: NDArray[np.int32] | None = None,
 ) -> list[RowLogprobs]:
-    """Return for each row of `logits` [R, V] the logprob of its token [R], then of its `num_best` [R] best.
+    """Return for each row of `logits` [R, V] the ids and logprobs of its token (`token_ids` [R]) and of its
+    `num_best` [R] most likely tokens, in this order, and the rank of its token.
 
     `mode` is a logprobs_mode: `*_logits` returns unnormalized values. The rank counts the tokens at least as
     likely as the row's token. A NaN becomes -inf. `ends` is the vocabulary size of each row, if some have
@@ -49,7 +50,8 @@ def row_logprobs(
 def append_listed(
     entries: list[RowLogprobs], logits: Tensor, at: Tensor, token_ids: Tensor, mode: str
 ) -> None:
-    """Append the tokens of logprob_token_ids with their logprobs: token i to `entries[at[i]]`."""
+    """Append the tokens that requests list in logprob_token_ids, with their logprobs, to `entries`, which has
+    an entry per row of `logits` [R, V]. Token `token_ids[i]` belongs to row `at[i]`."""
     values = _without_nan(logits[at, token_ids] - _normaliser(logits, mode)[at, 0])
     for place, token_id, value in zip(at.tolist(), token_ids.tolist(), values.tolist(), strict=True):
         entries[place].token_ids.append(token_id)
@@ -59,10 +61,11 @@ def append_listed(
 def prompt_logprobs(
     head: Callable[[Tensor], Tensor], hidden: Tensor, next_ids: Tensor, k: int, mode: str
 ) -> list[RowLogprobs]:
-    """Return for each prompt position, with states `hidden` [n, H], the logprobs of the next token [n] and of
-    the `k` best tokens (-1: all).
+    """Return for each of n prompt positions the logprobs of the next prompt token (`next_ids` [n]) and of the
+    `k` most likely tokens (-1: all). `mode` is a logprobs_mode.
 
-    `head` computes float32 logits, one slice of positions at a time.
+    `head` computes float32 logits from hidden states, for a part of the positions in `hidden` [n, H] at a
+    time.
     """
     results = []
     for start in range(0, len(hidden), POSITIONS_AT_ONCE):

@@ -42,9 +42,9 @@ def probe_memory(
     tensors: SamplingTensors | None,
     num_logprobs: int,
 ) -> None:
-    """Sample from `logits` [N, V] with every sampling feature, and compute prompt logprobs of the states
-    `hidden` [T, H], so that the peak memory can be measured. Larger batches are split: only their masks take
-    more."""
+    """Sample from `logits` [N, V] with every sampling feature, and compute prompt logprobs of the hidden
+    states `hidden` [T, H], so that the caller can measure the peak memory. At most `rows_at_once` rows are
+    sampled, as larger batches are split; only the grammar masks are those of all N rows."""
     vocab = logits.shape[1]
     all_rows = np.arange(len(logits), dtype=np.int32)
     masks = Masks(all_rows, np.full((len(logits), -(-vocab // 32)), 2**32 - 1, np.uint32))

@@ -21,11 +21,11 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor
     """[N] int32, 0 is off"""
     top_p: Tensor
-    """[N] float32"""
+    """[N] float32, 1 is off"""
     min_p: Tensor
-    """[N] float32"""
+    """[N] float32, 0 is off"""
     seeds: Tensor
-    """[N] int64"""
+    """[N] int64, random seed of each row's request"""
     positions: Tensor
     """[N] int64, the positions of the new tokens in their sequences"""
 
@@ -92,8 +92,9 @@ def _rank_floors(
 
 
 def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
-    """Return the least logit of the smallest set of best tokens with `top_p` of the probability above
-    `floor`."""
+    """Return [R, 1], the least logit that top_p allows in each row: that of the smallest set of best tokens
+    whose probability is `top_p` of that of all logits from `floor` on. `best` are each row's best logits,
+    in descending order."""
     peak = best[:, :1]
     target_mass = top_p * _weights(logits, floor, peak).sum(dim=-1, keepdim=True, dtype=torch.float64)
     higher, reached = _find_mass(best, floor, peak, target_mass)
@@ -106,8 +107,8 @@ def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) 
 
 
 def _find_mass(best: Tensor, floor: Tensor, peak: Tensor, target_mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logit, at least `floor`, at which the cumulative weight of the sorted logits `best` reaches
-    `target_mass`, and whether it is reached."""
+    """Return for each row the logit, at least `floor`, at which the cumulative weight of the logits `best` in
+    descending order reaches `target_mass`, and whether `best` reaches it. `peak` is the largest logit."""
     mass = _weights(best, floor, peak).cumsum(dim=-1, dtype=torch.float64)
     num_short = (mass < target_mass).sum(dim=-1, keepdim=True)
     last = num_short.clamp(max=best.shape[1] - 1)

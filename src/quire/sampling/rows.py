@@ -18,7 +18,7 @@ class History(NamedTuple):
     tokens: Ints
     """[max_rows, max_len], token ids"""
     num_tokens: Ints
-    """[max_rows], the position of the next token"""
+    """[max_rows], number of tokens so far, which is the position of the next token"""
     prompt_lens: Ints
     """[max_rows], number of prompt tokens"""
 
@@ -72,8 +72,8 @@ class TokenTable:
         self._entries[: self._size] = kept
 
     def select(self, places: Ints) -> tuple[Ints, Ints, NDArray[np.float64]]:
-        """Return the entries of the rows in the batch, as (batch positions, token ids, values). `places` is
-        the result of `SamplingRows.places`."""
+        """Return the entries of the rows in the batch as three arrays: indices in the batch, token ids and
+        values. `places` is the result of `SamplingRows.places`."""
         entries = self._entries[: self._size]
         at = places[entries["row"]]
         here = at >= 0
@@ -115,8 +115,8 @@ class WordTable:
         self._prefixes = self._prefixes[kept, self._prefixes.shape[1] - width :]
 
     def select(self, places: Ints, history: History) -> tuple[Ints, Ints]:
-        """Return the (batch positions, token ids) to ban now. `places` is the result of
-        `SamplingRows.places`."""
+        """Return the tokens to ban in this step as two arrays: indices in the batch, and token ids. `places`
+        is the result of `SamplingRows.places`."""
         tokens, num_tokens, prompt_lens = history
         live = np.flatnonzero(places[self._rows] >= 0)
         rows, prefixes = self._rows[live], self._prefixes[live]
@@ -139,15 +139,15 @@ class SamplingRows:
         device: torch.device,
         banned_ids: tuple[Sequence[int], ...] = ((), ()),
     ) -> None:
-        """`banned_ids` are two lists of tokens that no row may sample; tokens of the second list are banned
-        as the first output token only."""
+        """Allocate the parameters of `max_rows` rows for a model with `vocab` tokens. `banned_ids` are two
+        lists of token ids that no row may sample; those of the second are banned as first output token."""
         self.vocab = vocab
         self.banned_ids = banned_ids
         self.device = device
         """Device of the logits; the parameters stay on the host."""
         self.flags = np.zeros(max_rows, np.int32)
         self.admission = np.zeros(max_rows, np.int64)
-        """Number of requests that the row has had."""
+        """Number of requests to which each row has been assigned so far."""
         self.temperature = np.ones(max_rows, np.float32)
         self.sample_temperature = np.zeros(max_rows, np.float32)
         """Temperature, with 0 for greedy rows."""
@@ -170,8 +170,8 @@ class SamplingRows:
         self.listed = TokenTable()
         self.banned = WordTable()
         self.timestamp_tokens: Ints = np.zeros((3, max_rows), np.int32)
-        """[3, rows]: for rows with timestamps the first timestamp token, the end token, and the latest first
-        timestamp (-1: any)."""
+        """[3, max_rows], for rows with timestamps: token ids of the first timestamp and of eos, and the
+        largest timestamp with which the output may begin, counted from the first timestamp (-1: any)."""
         self._places = np.full(max_rows, -1, np.int32)
 
     def admit(
@@ -184,8 +184,8 @@ class SamplingRows:
         stop_ids: Sequence[int],
         num_new: int = 0,
     ) -> None:
-        """Assign the row to a request. `stop_ids` are banned until the request's `min_tokens`. Its LoRA
-        adapter adds `num_new` tokens to the vocabulary."""
+        """Assign the row to a request. `stop_ids` are banned until the request has `min_tokens` output
+        tokens. The request's LoRA adapter adds `num_new` tokens to the vocabulary."""
         self.release(row)
         self.admission[row] += 1
         flags = 0 if params.greedy else RANDOM
@@ -258,12 +258,13 @@ class SamplingRows:
         self.flags[row] = 0
 
     def special(self, rows: Ints) -> int:
-        """Return the flags of these rows that sampling in the forward pass's CUDA graph does not support."""
+        """Return the flags (bits such as PENALTIES) of features that some of the rows use and that sampling
+        inside the CUDA graph of the forward pass does not support; 0 if there are none."""
         return int(np.bitwise_or.reduce(self.flags[rows])) & ~(RANDOM | LIMITED)
 
     def places(self, rows: Ints) -> Ints:
-        """Return [max_rows]: the first position of each row in `rows`, the rows of the batch, and -1 for
-        other rows. The array is valid until the next call."""
+        """Return [max_rows]: for each row the index of its first occurrence in `rows` (the rows of the
+        batch), and -1 for rows that are not in the batch. The next call overwrites the array."""
         self._places.fill(-1)
         self._places[rows[::-1]] = np.arange(len(rows) - 1, -1, -1, dtype=np.int32)
         return self._places

@@ -31,7 +31,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 
 @dataclass(slots=True)
 class Sampled:
-    """A `StepResult` with tokens that are still on the device."""
+    """Sampled tokens of a step, which are still on the device, and the other fields of its `StepResult`."""
 
     token_ids: Tensor
     """[N] int64"""
@@ -41,7 +41,8 @@ class Sampled:
     sampling_masks: dict[int, list[list[int]]] = field(default_factory=dict)
     """Token ids that could have been sampled for each token, by row; empty if requests do not return them."""
     aligned: dict[int, list[int]] = field(default_factory=dict)
-    """Index of the encoder state at which each token begins, by row, for prompts aligned with audio."""
+    """By row, the index of the encoder output (audio frame) at which each token of a transcript begins; only
+    of rows whose transcript is aligned with the audio in this step."""
     routes: tuple[Tensor, Tensor] | None = None
     """Fields of `StepRoutes` (cache slots and expert ids of the step's tokens) in host memory, complete when
     the sampled tokens are; None if requests do not return expert ids."""
@@ -86,13 +87,13 @@ class Sampler:
         self.device = device
         self.mode = logprobs_mode
         self.sample = sample
-        """A kernel that samples from logits; None: torch operations."""
+        """Kernel that samples token ids [N] from logits [N, V]; None to sample by torch operations."""
         self.counts = counts
         """Token counts on the device for penalties; None if the host always has the latest tokens."""
         self.processors = processors
         """Custom logits processors; None without any."""
         self.returns_mask = returns_mask
-        """Whether to return the ids that could have been sampled for each token; needs processed logprobs."""
+        """Whether `Sampled.sampling_masks` is returned, which needs a logprobs_mode of processed values."""
         self.constrain = open_masks(device)
         self.raw = logprobs_mode.startswith("raw")
 
@@ -148,8 +149,8 @@ class Sampler:
         tensors: SamplingTensors | None,
         masks: Masks,
     ) -> Sampled:
-        """Sample rows that do not fit at once, or that have several samples: the first sample of every row
-        comes before the second of any row."""
+        """Sample in parts, if there are more rows than `rows_at_once` or rows have several samples (draft
+        tokens). The first sample of every row comes before the second of any row."""
         sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=self.device))
         sampled.counts = self.counts
         draws, step = _draws(rows), rows_at_once(self.vocab)

@@ -15,17 +15,17 @@ from quire.sampling.transfer import to_device
 
 
 class TimestampBounds(NamedTuple):
-    """The tokens that may come next in each row: text ids from `text` on, timestamps from `first` to
-    `end`."""
+    """Token ids that may come next in each row: text tokens from `text` on, and timestamp tokens from `first`
+    to `end` - 1."""
 
     zero: Ints
     """Id of the first timestamp token in the vocabulary."""
     text: Ints
     """Text tokens below this id are not allowed."""
     first: Ints
-    """First allowed timestamp."""
+    """Id of the first allowed timestamp token; the vocabulary size if none is allowed."""
     end: Ints
-    """First timestamp token after the allowed ones."""
+    """Id after that of the last allowed timestamp token."""
 
 
 def bounds_of(rows: Ints, state: SamplingRows, history: History, vocab: int) -> TimestampBounds:

@@ -146,8 +146,8 @@ class Admitter:
         return request
 
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
-        """Add draft tokens to the chunks of the running rows, as far as the budget and the free blocks
-        allow."""
+        """Choose drafts for the running rows, within the token limit of the step and the free blocks. Return
+        `chunks` (tokens of each row) and `growth` (needed blocks), both with the drafts, and the drafts."""
         drafting, rows = self.drafting, self.running.order
         if drafting is None or self.fault_isolation:
             return chunks, growth, NO_DRAFTS
@@ -210,8 +210,8 @@ class Admitter:
         return self.kv.fits(hit, num_tokens, self.running, spare=self.num_watermark_blocks)
 
     def admit(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
-        """Admit waiting requests, in order, while tokens, rows and blocks last; return each with its first
-        chunk. Requests that an admission check holds are skipped and keep their place."""
+        """Admit waiting requests, in order, while `budget` tokens, rows and blocks last; return each with the
+        number of tokens in its first chunk. Requests that an admission check holds back keep their place."""
         if self.fault_isolation:
             return self._admit_suspect(notes)
         admitted: list[tuple[Admission, int]] = []

@@ -24,12 +24,12 @@ class AdmissionCheck(Protocol):
         """Add a request that has arrived and waits."""
 
     def hold_back(self, request: Request, *, alone: bool = False) -> bool:
-        """Hold the request back if it cannot be admitted now, and return whether it is. The check may begin
-        what the request needs, such as a copy of its KV blocks. With `alone`, no other request runs or is
-        admitted."""
+        """Hold the request back if it cannot be admitted now, and return whether it is held back. The check
+        may begin what the request needs, such as a copy of its KV blocks. With `alone`, no other request runs
+        or is admitted."""
 
     def enter(self, request: Request) -> None:
-        """Record that the request gets a row."""
+        """Record that the request gets a row, which means that it runs."""
 
     def leave(self, request: Request) -> None:
         """Record that the request has lost its row. It waits again unless it is dropped."""
@@ -38,8 +38,8 @@ class AdmissionCheck(Protocol):
         """Remove a request that has ended."""
 
     def settle(self) -> dict[str, str | None]:
-        """Collect what has become ready. Return the ids of requests that failed, each with a message if the
-        client is at fault, else None."""
+        """Collect the results of finished futures, so that requests may become admissible. Return the ids of
+        requests that failed, each with a message if the client is at fault, else None."""
 
 
 class AdmissionChecks:

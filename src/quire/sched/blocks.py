@@ -141,8 +141,8 @@ class BlockPool:
             block.num_users += 1
 
     def release(self, blocks: list[Block]) -> None:
-        """Release the blocks of one sequence, in token order. The last blocks are reused before the first,
-        and blocks without an indexed prefix before all others."""
+        """Release the blocks of one sequence, in token order. Of those that are free then, the last are
+        reused before the first, and blocks without an indexed prefix before all others."""
         for block in reversed(blocks):
             block.num_users -= 1
             assert block.num_users >= 0, f"{block} was freed twice"

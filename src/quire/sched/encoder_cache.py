@@ -128,7 +128,8 @@ class EncoderCache:
             self.arrays.drop(request.media)
 
     def enter(self, row: int, request: Request, num_computed: int, end: int) -> None:
-        """Record that a request gets a row and computes its tokens up to `end` in the step being planned."""
+        """Record that a request with `num_computed` computed tokens gets a row, and that the step being
+        planned computes its tokens up to position `end`."""
         if request.media is None:
             return
         items, num_bidirectional = request.media.items, request.media.num_bidirectional
@@ -144,7 +145,8 @@ class EncoderCache:
     # ---- chunks
 
     def cut(self, request: Request, start: int, chunk: int, limits: StepLimits) -> int:
-        """Return how many of `chunk` tokens a request may compute from `start` on if it is admitted now."""
+        """Return how many of `chunk` tokens, from position `start` on, a request may compute if it is
+        admitted now: only those whose items can be encoded in this step and fit in the cache."""
         if request.media is None or not chunk:
             return chunk
         items = request.media.items
@@ -189,7 +191,7 @@ class EncoderCache:
         return chunks
 
     def take(self, running: Running, chunks: Ints) -> None:
-        """Record that the rows of `running.order` compute `chunks` tokens."""
+        """Hold the vectors of the items that the rows of `running.order` reach with `chunks` more tokens."""
         if self.rows:
             ends = running.num_computed[running.order] + chunks
             self._acquire([(self.rows[row], int(ends[place])) for place, row in self._places(running)])
@@ -302,7 +304,7 @@ class EncoderCache:
         self._evicted.append(key)
 
     def take_changes(self) -> tuple[list[bytes], list[MediaItem]]:
-        """Return the keys to evict and the items to encode in the step that was planned."""
+        """Return the keys of the items to evict, and the items to encode, in the step that was planned."""
         changes, self._evicted, self._encodes = (self._evicted, self._encodes), [], []
         self.num_encoded = 0
         return changes

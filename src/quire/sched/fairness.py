@@ -38,7 +38,8 @@ class FairShare:
         self.weights = np.ones(1)
 
     def enter(self, request: Request, waiting: Collection[int]) -> None:
-        """Raise a tenant's level when its first request joins the queue beside the tenants in `waiting`."""
+        """Raise the level of a request's tenant, which had no request in the queue, to at least the lowest
+        level of the tenants in `waiting`."""
         missing = request.tenant + 1 - len(self.levels)
         if missing > 0:
             self.levels = np.append(self.levels, np.zeros(missing))
@@ -87,7 +88,8 @@ class FairShare:
         return row if lead >= num_recomputed else None
 
     def largest_holder(self, tenants: Ints, num_held: Ints) -> int:
-        """Return the tenant that holds the most blocks relative to its weight."""
+        """Return the tenant that holds the most blocks relative to its weight. `tenants` has the tenant of
+        each row, and `num_held` its number of blocks."""
         return int(np.argmax(self._by_tenant(tenants, num_held) / self.weights))
 
     def _by_tenant(self, tenants: Ints, values: NDArray[np.float64] | Ints) -> NDArray[np.float64]:

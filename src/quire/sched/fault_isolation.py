@@ -43,7 +43,8 @@ class FaultIsolation:
         return False
 
     def remove(self, request: Request, reason: str) -> None:
-        """Remove a suspect that has a new token or has ended."""
+        """Remove a suspect (a request of the failed step) that has a new token (`reason` is then "passed"),
+        or that has ended for `reason`."""
         if request.id not in self.suspects:
             return
         tried = self.next_suspect is request and self.limits.end_retry(

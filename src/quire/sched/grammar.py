@@ -35,18 +35,18 @@ class GrammarCompiler(Protocol):
     """Compiles grammars and computes the tokens that they allow."""
 
     def begin(self, params: StructuredOutputsParams) -> Future[Any]:
-        """Start to compile a grammar; the future returns its matcher."""
+        """Start to compile a grammar in the background; the future returns its matcher."""
 
     @property
     def num_words(self) -> int:
         """Return the width of a mask in 32-bit words, once there is a matcher."""
 
     def fill(self, matchers: Sequence[tuple[Any, int]], bits: Bits) -> None:
-        """Set the bits of the allowed next tokens: for each pair of a matcher and an index, in this row of
-        `bits`."""
+        """Fill masks: for each pair of a matcher and an index, set the bits of the allowed next tokens in the
+        row of `bits` with this index."""
 
     def advance(self, moves: Sequence[tuple[Any, int]]) -> list[Verdict]:
-        """Advance each matcher by a token and return the verdicts."""
+        """Advance each matcher by the token id paired with it; return a verdict for each."""
 
     @property
     def fills_in_thread(self) -> bool:
@@ -54,7 +54,7 @@ class GrammarCompiler(Protocol):
 
 
 class _MaskJob(NamedTuple):
-    """The masks of a step, and the matchers that fill them."""
+    """The grammar masks of a step that are to be filled, and the matchers that fill them."""
 
     masks: Masks
     matched: list[tuple[GrammarMatcher, int]]
@@ -134,7 +134,8 @@ class Constraints:
         return self._compiling.values()
 
     def settle(self) -> dict[str, str | None]:
-        """Collect compiled grammars. Return the requests with a grammar that failed to compile."""
+        """Collect compiled grammars. Return the ids of the requests with a grammar that failed to compile;
+        the values are None."""
         failed: dict[str, str | None] = {}
         for id, future in list(self._compiling.items()):
             if not future.done():

@@ -89,7 +89,8 @@ class GrammarState:
         return clone
 
     def advance(self, token_id: int) -> Verdict:
-        """Advance by a generated token. Return whether and how the output ends with this token."""
+        """Advance by a generated token. Return the grammar's verdict: empty if the output may continue, else
+        how it ends with this token."""
         if self._reasoning is None:
             return "" if self._matcher is None else self._matcher.advance(token_id)
         self._generated.append(token_id)

@@ -16,7 +16,7 @@ from quire.sched.step_tokens import StepTokens
 @dataclass(slots=True)
 class Notes:
     """Events since the last plan, which become part of the next step: released rows, requests that ran for
-    the first time, resumed requests with the seconds of their preemption, and statistics."""
+    the first time, resumed requests with the seconds for which they were preempted, and statistics."""
 
     released: list[int] = field(default_factory=list)
     admitted: dict[str, FirstRun] = field(default_factory=dict)
@@ -61,9 +61,9 @@ class StepInFlight:
         return stats
 
     def shares(self, running: Running, at: float) -> dict[str, float]:
-        """Divide the seconds of the step, which ended at time `at`, between its requests by their tokens.
-        Return the part of each timed request by id. The step began when the previous step had ended, or when
-        it was planned if that was later."""
+        """Divide the duration of the step, which ended at time `at`, between its requests by their tokens.
+        Return the seconds of each timed request, by request id. The step began when the previous step had
+        ended, or when it was planned if that was later."""
         self.seconds, running.stepped_at = at - max(self.made_at, running.stepped_at), at
         if not running.timed:
             return {}

@@ -21,14 +21,14 @@ class EventSink(Protocol):
     """Receives batches of events; it never blocks."""
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Send a batch."""
+        """Queue a batch of events to be sent; do not wait."""
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending events."""
 
 
 class GroupKind(NamedTuple):
-    """The kind of a group of layers in KV events, and its sliding window."""
+    """The kind of a layer group, as KV events name it, and its sliding window in tokens (None: no window)."""
 
     name: str
     window: int | None = None
@@ -174,7 +174,7 @@ class KVEvents:
                 self._copied(key, medium)
 
     def _group_of(self, key: bytes) -> int:
-        """Return the group of layers of the block with this key."""
+        """Return the index of the layer group that the block with this key belongs to."""
         mark = key[DIGEST_BYTES:].removeprefix(SALTED)
         if not mark:
             return 0
@@ -182,7 +182,8 @@ class KVEvents:
 
 
 def _extra_keys(request: Request, place: int, size: int) -> list[ExtraKey] | None:
-    """Return what the hash of a block depends on beside its tokens, in vLLM's order."""
+    """Return what the hash of a block depends on beside its tokens (such as LoRA adapter, media and salt), in
+    vLLM's order."""
     keys: list[ExtraKey] = [] if request.lora is None else [request.lora.lora_name]
     start, end = place * size, (place + 1) * size
     if request.media is not None:

@@ -31,13 +31,13 @@ Find = Callable[[bytes], Block | None]
 
 
 class Hit(NamedTuple):
-    """A cached prefix of a request."""
+    """A prefix cache hit: the longest cached prefix of a request."""
 
     num_tokens: int
     blocks: list[Table]
     """Block tables by layer group. None: the block is before the sliding window, or no layer has pages."""
     num_seen: int = 0
-    """Number of tokens with cached pages, more than `num_tokens` if no checkpoint of states follows them."""
+    """Number of tokens with cached KV pages, above `num_tokens` if no SSM checkpoint follows them."""
 
 
 class Growth(NamedTuple):
@@ -48,9 +48,9 @@ class Growth(NamedTuple):
     rows: RowIds
     """The rows that need blocks."""
     counts: Ints
-    """Number of new blocks of each of these rows, per group."""
+    """Number of new blocks that each of these rows needs in every layer group."""
     shortage: int
-    """Number of missing blocks."""
+    """Number of blocks needed beyond the free ones; 0 if the free blocks suffice."""
 
 
 def _root_key(request: Request) -> bytes:
@@ -167,7 +167,7 @@ class KVManager:
         return request.block_keys[hit.num_tokens // self.block_size - 1] + STATE_MARK
 
     def explain(self, request: Request, hit: Hit) -> PrefixMiss | None:
-        """Return why the hit of a request is not longer; None if it has all blocks that a hit can have."""
+        """Return why a request's cache hit is not longer; None if it has all blocks that a hit can have."""
         return self.reasons.explain(request, hit.num_tokens, hit.num_seen)
 
     def _note_evicted(self, blocks: list[Block]) -> None:
@@ -191,7 +191,7 @@ class KVManager:
         return hits
 
     def _longest_in_windows(self, keys: list[bytes], length: int, find: Find) -> int:
-        """Return the most leading blocks, up to `length`, that all groups with a window can restore."""
+        """Return the longest prefix, in blocks and up to `length`, that is cached in all windowed groups."""
         before = -1
         while before != length:
             before = length
@@ -262,8 +262,8 @@ class KVManager:
         return self.states.is_checkpoint_planned(request.block_keys, hit.num_tokens, len(request.tokens) - 1)
 
     def start(self, row: int, request: Request, hit: Hit) -> int:
-        """Report the reused blocks of an admitted row, and set the boundaries for its checkpoints. Return the
-        slot of the SSM states that the row starts from; 0: no states."""
+        """Report the blocks that an admitted row reuses to KV event subscribers, and set the boundaries of
+        its checkpoints. Return the slot of the SSM states that the row starts from; 0: no states."""
         num_blocks = hit.num_tokens // self.block_size
         if self.events is not None:
             self.events.reused(request, hit.blocks, 0 if self.states is None else num_blocks)
@@ -273,8 +273,8 @@ class KVManager:
         return self.states.use(request.block_keys[num_blocks - 1], request.hints) if num_blocks else 0
 
     def admit(self, row: int, hit: Hit, num_tokens: int) -> list[list[int]]:
-        """Assign an empty row its shared blocks and new ones up to `num_tokens`. Return their ids by group; 0
-        stands for a released block."""
+        """Assign an empty row the blocks of its hit, and new ones for `num_tokens` in all. Return the block
+        ids of each layer group; 0 stands for a released block."""
         for table in hit.blocks:
             self.pool.share(_held(table))
         num_blocks = -(-num_tokens // self.block_size)
@@ -290,7 +290,7 @@ class KVManager:
         return block_ids
 
     def num_held(self, rows: RowIds) -> Ints:
-        """Return the length of each row's block tables; some blocks may be shared or released."""
+        """Return the number of blocks in each row's table, including shared and released blocks."""
         held: Ints = -(-self.capacity[rows] // self.block_size)
         return held
 
@@ -342,7 +342,7 @@ class KVManager:
         return Growth(lengths, rows, counts, max(num_new - self.pool.num_free, 0))
 
     def grow(self, growth: Growth) -> tuple[Ints, Ints]:
-        """Append the blocks that rows need. Return the row of each new block, and its ids by group."""
+        """Allocate the blocks of `growth`. Return their rows [n] and their block ids [layer groups, n]."""
         rows, counts = growth.rows, growth.counts
         if not len(rows):
             return _NONE, _NONE.reshape(len(self.tables), 0)
@@ -433,7 +433,7 @@ class KVManager:
         self._publish()
 
     def take_tier_stats(self) -> TierStats | None:
-        """Return the counts of the lower tiers since the last call; None without lower tiers."""
+        """Return the statistics of the lower tiers since the last call; None without lower tiers."""
         return None if self.tiers is None else self.tiers.take_stats()
 
     def forget_steps(self) -> None:
@@ -449,7 +449,7 @@ class KVManager:
             self.events.flush()
 
     def close(self) -> None:
-        """End the events, and the exchange of prefixes with other engines."""
+        """Stop publishing KV events, and end the exchange of prefixes with other engines."""
         if self.events is not None:
             self.events.close()
         if self.tiers is not None:
@@ -458,12 +458,12 @@ class KVManager:
     # ---- blocks of steps
 
     def take_indexed(self) -> list[Block]:
-        """Return the blocks indexed since the last call."""
+        """Return the blocks added to the prefix index since the last call."""
         fresh, self._newly_indexed = self._newly_indexed, []
         return fresh
 
     def forget(self, blocks: list[Block]) -> None:
-        """Remove blocks from the index that were not written after all."""
+        """Remove blocks from the prefix index that were not written after all, as their steps failed."""
         if self.events is not None:
             self.events.forgotten(blocks)
         for block in blocks:

@@ -109,8 +109,8 @@ class KVOffers:
     # ---- in the thread of the scheduler
 
     def offer(self, request: Request) -> dict[str, Any]:
-        """Keep the cached prefix of a request's prompt. Return its `kv_transfer_params`. The row of the
-        request must be free."""
+        """Keep the cached prefix of a request's prompt for another engine. Return the `kv_transfer_params` by
+        which that engine finds it. The request must not hold a row any more."""
         kv, prompt_len = self._kv, request.prompt_len
         prompt = msgspec.structs.replace(
             request,
@@ -189,6 +189,6 @@ class KVOffers:
             return places, copy([ids[keys[place]] for place in places], is_state(keys[places[0]]))
 
     def end(self, name: str) -> None:
-        """Note that a prefix is not read any more."""
+        """Mark a prefix as one that no engine will read any more, so that it can be released."""
         if (offer := self._offers.get(name)) is not None:
             offer.is_ended = True

@@ -41,7 +41,7 @@ class TierCopies(Protocol):
     """Copies entries between the device and the lower tiers; the workers do this."""
 
     def load(self, load: BlockLoad) -> Future[LoadDone]:
-        """Copy entries to the device while steps run."""
+        """Start to copy entries to the device while steps run; the future returns the result."""
 
     def store(self, stores: BlockStores) -> None:
         """Copy entries to lower tiers now, after the submitted steps."""
@@ -137,7 +137,7 @@ class KVTiers:
         return bool(self.stores.are_waiting or self._loads or self._orphaned)
 
     def _flush(self) -> None:
-        """Store the entries that wait for the next step now; no step may be in flight."""
+        """Copy the entries that wait for the next step to lower tiers now; no step may be in flight."""
         stores = self.stores.take_now()
         if stores is not None:
             self._copies.store(stores)
@@ -239,7 +239,7 @@ class KVTiers:
         return kind
 
     def _start_loads(self, step: int) -> None:
-        """Start the copies that may start once `step` is done."""
+        """Start the copies to the device that may start once step number `step` is done."""
         for load in self._loads.values():
             if load.future is None and load.after <= step:
                 ids = [block.id for block in load.entries]
@@ -268,7 +268,8 @@ class KVTiers:
         return failed
 
     def _settle_reports(self) -> None:
-        """Count what the workers report, and request reports from time to time: stores have no result."""
+        """Add the workers' reports to the statistics of copies. Request a new report at most every `REPORT_S`
+        seconds, because copies to lower tiers have no result of their own."""
         for report in [report for report in self._reports if report.done()]:
             self._reports.remove(report)
             if report.exception() is None:
@@ -294,7 +295,7 @@ class KVTiers:
         assert load.future is not None
         error = load.future.exception()
         if error is not None:
-            log.warning("KV cache blocks could not be loaded and are computed again: %s", error)
+            log.warning("Offloaded KV cache blocks could not be loaded and are computed again: %s", error)
         done = LoadDone(failed=[*range(len(load.keys))]) if error is not None else load.future.result()
         failed, num_bytes = set(done.failed), 0
         from_host, from_disk, from_remote = set[int](), set[int](), set[int]()
@@ -445,7 +446,7 @@ class KVTiers:
             self.stores.disk_is_off = True
 
     def take_stats(self) -> TierStats:
-        """Return the counts since the last call."""
+        """Return the statistics of copies since the last call, and reset them."""
         if self.offers is not None:
             self._settle_offers()
             self.stats.num_expired_offers, self.offers.num_expired = self.offers.num_expired, 0

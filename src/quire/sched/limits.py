@@ -50,28 +50,29 @@ class StepLimits:
 
     @property
     def budget(self) -> int:
-        """Return the token budget of the next step."""
+        """Return the most tokens that the next step may compute."""
         if self.paced_tokens is None:
             return self.max_tokens
         return min(max(self.paced_tokens, self.least_chunk), self.max_tokens)
 
     @property
     def max_chunk(self) -> int:
-        """Return the most tokens of one request in the next step."""
+        """Return the most tokens that the next step may compute of one request."""
         return min(self.longest_chunk, self.budget)
 
     def require(self, num_tokens: int) -> None:
-        """Raise the limits, up to the settings, to hold `num_tokens` of a request that cannot be divided."""
+        """Raise the token limits of a step, at most to their configured values, so that it can compute
+        `num_tokens` of one request that cannot be divided between steps."""
         self.least_chunk = max(self.least_chunk, min(num_tokens, self._settings[1]))
         self.max_tokens = max(self.max_tokens, self.least_chunk)
 
     def divide(
         self, pending: Ints, levels: NDArray[np.float64] | None = None, claim: Claim | None = None
     ) -> Ints:
-        """Return how many of its `pending` tokens each row computes in a step. Decodes come first, then
-        prompts in order, or those with the lowest of the `levels` (computed tokens of the tenant divided by
-        its weight), until the budget is spent. Prompts above the level of a claim leave the claimed tokens
-        unused."""
+        """Return how many of its `pending` tokens each row computes in a step, up to the token limit of the
+        step. Decodes come first, then prompts in order, or those with the lowest of the `levels` (by row:
+        computed tokens of the tenant divided by its weight). Prompts above the level of `claim` leave the
+        tokens that it reserves unused."""
         chunks, budget = np.minimum(pending, self.max_chunk), self.budget
         if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
             is_prompt = pending > 1
@@ -84,7 +85,8 @@ class StepLimits:
         return chunks
 
     def record_success(self, num_rows: int, num_tokens: int) -> None:
-        """Record that a step of this size succeeded, and raise lowered limits after some such steps."""
+        """Record that a step with this many rows and tokens succeeded. After some such steps, lowered limits
+        rise."""
         self._proven_rows = max(self._proven_rows, num_rows)
         self._proven_tokens = max(self._proven_tokens, num_tokens)
         if (self.max_rows, self.max_tokens) == self._settings or self._tokens_before is not None:

@@ -37,7 +37,7 @@ class AdapterReaders(Protocol):
     """Reads adapters in the background, in the order of the calls."""
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
-        """Read an adapter on every worker, so that plans may put it into a slot."""
+        """Start to read an adapter on every worker, so that plans may put it into a slot; do not wait."""
 
     def drop(self, name: str) -> None:
         """Release an adapter that no further plan uses."""
@@ -238,7 +238,8 @@ class LoRAScheduler:
         return errors
 
     def collect_reads(self) -> None:
-        """Collect the readings that have ended since the last call, and start more."""
+        """Collect the adapter reads that have ended since the last call or have taken too long: their
+        requests may be admitted, or fail. Then start more reads."""
         for adapter, future in list(self._reading.items()):
             if not future.done() and self._clock() - adapter.since < READ_S:
                 continue
@@ -365,8 +366,8 @@ class LoRAScheduler:
         self.needs_recheck = True
 
     def _claim(self) -> None:
-        """Claim slots for waiting adapters from holders that have had their turn; slots with the fewest
-        rows first."""
+        """Give adapters that wait for a slot a claim on the slots of holders that have had their turn
+        (`TURN_S`), first on slots with the fewest rows."""
         now, num_free = self._clock(), len(self._free_slots())
         with_claims = [slot.next for slot in self.slots if slot.next is not None]
         for adapter in [entry for entry in self._without_slot if entry not in with_claims][num_free:]:
@@ -417,14 +418,16 @@ class LoRAScheduler:
         return adapter
 
     def retire(self, name: str) -> bool:
-        """Make later requests read the adapter anew. Return whether an adapter had this name."""
+        """Make later requests read the adapter of this name anew. Return whether there was an adapter of this
+        name."""
         keys = [key for key in self._newest_by_key if key[0] == name]
         for key in keys:
             del self._newest_by_key[key]
         return bool(keys)
 
     def sweep(self, name: str) -> bool:
-        """Evict unused old readings of this name. Return whether none is left."""
+        """Evict the adapters of this name that were retired and are unused. Return whether none of them is
+        left."""
         newest = set(self._newest_by_key.values())
         old = [
             adapter

@@ -28,7 +28,8 @@ class MaskThread:
         finalize(self, self._jobs.put, None)
 
     def begin(self, work: Work) -> None:
-        """Start a job and return once it runs. Without this wait the thread would get the GIL much later."""
+        """Start a job, and block until the thread runs it. Without this wait the thread would get the GIL
+        much later."""
         self._jobs.put(partial(_run_with_short_interval, work, sys.getswitchinterval()))
         self._begun.acquire()
 

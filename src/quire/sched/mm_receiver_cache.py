@@ -10,14 +10,14 @@ _MAX_SLACK = 1.25
 
 
 class ReceiverCache:
-    """The counterpart of an API process's sender cache in the engine core: both keep and evict the same items
-    in the same order. Arrays in shared memory stay there."""
+    """Cache of multimodal input arrays in the engine core. It keeps and evicts the same items in the same
+    order as the sender cache of the API server process. Arrays in shared memory are not copied."""
 
     def __init__(
         self, max_bytes: int = 0, take: Callable[[StoredArrays], bool] = lambda stored: False
     ) -> None:
-        """Build the cache. `take` keeps stored arrays alive while they are used; it returns False if the
-        arrays are gone."""
+        """Build a cache of at most `max_bytes` bytes. `take` keeps arrays in shared memory alive while they
+        are used; it returns False if the arrays are gone."""
         self._kept: Lru[Arrays] = Lru(max_bytes)
         self._take = take
         self.num_resets = 0
@@ -30,8 +30,8 @@ class ReceiverCache:
         return self._kept.num_bytes
 
     def fill(self, media: Media | None) -> bool:
-        """Give items the arrays that were sent before. Return False if some are missing; the client then
-        sends the request again with them."""
+        """Set the arrays of items that were sent without them, because an earlier message had them. Return
+        False if some are missing; the client then sends the request again with all arrays."""
         if media is None:
             return True
         sent = {item.key: item.arrays for item in media.items if item.arrays is not None}

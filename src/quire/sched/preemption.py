@@ -20,7 +20,8 @@ _WARNING = (
 
 
 def choose_victim(running: Running, policy: str, among: RowIds | None = None) -> int:
-    """Return the row to preempt: of the latest quarter of admissions the one that is cheapest to recompute.
+    """Return the row to preempt: of the quarter of rows that was admitted last, the one with the fewest
+    computed tokens, which is the cheapest to recompute.
 
     The oldest row is spared unless it is alone, so that one request always finishes. Under the priority
     policy only rows of the least urgent priority are considered; with fair shares only the rows `among`."""

@@ -33,7 +33,7 @@ class WaitingQueue(Protocol):
 
 
 class PriorityQueue:
-    """Lowest priority value first; among equals the earlier arrival."""
+    """A waiting queue ordered by priority value, lowest first, then by time of arrival."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []

@@ -128,7 +128,8 @@ class RetainingPool(BlockPool):
         self._free.append(block)
 
     def _reclaim(self, count: int) -> None:
-        """Prepare the free list for taking `count` blocks from its beginning."""
+        """Move retained blocks to the free list, if needed, so that `count` blocks can be taken from its
+        beginning."""
         first = self._free.first
         if len(self._free) >= count and first is not None and first.key is None:
             return  # nothing is evicted

@@ -20,7 +20,7 @@ class RoutedExperts:
         """[slots, MoE layers, experts per token]; None before the first step."""
 
     def _learn(self, routes: StepRoutes) -> None:
-        """Set the experts of the tokens of a step."""
+        """Store the experts that the router chose for the tokens of a step, by cache slot."""
         if self._by_slot is None:
             num_slots = len(self._kv.pool.blocks) * self._kv.block_size
             self._by_slot = np.zeros((num_slots, *routes.experts.shape[1:]), self._dtype)
@@ -42,7 +42,8 @@ class RoutedExperts:
         return taken
 
     def _of(self, row: int, first: int, end: int) -> NDArray[np.uint8 | np.uint16]:
-        """Return the experts of the tokens of a row from `first` to `end`."""
+        """Return the experts of a row's tokens from `first` to `end`: [tokens, MoE layers, experts per
+        token]."""
         assert self._by_slot is not None, "no step has returned experts"
         table, size = self._kv.tables[self._group][row], self._kv.block_size
         blocks = table[first // size : -(-end // size)]

@@ -111,12 +111,12 @@ class Scheduler:
         self.admitter.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
-        """End requests by id. Ids that are unknown, e.g. already finished, are ignored."""
+        """End the requests with these ids and return their finish reasons by id; unknown ids are ignored."""
         known = [self.requests[id] for id in dict.fromkeys(request_ids) if id in self.requests]
         return {request.id: self._finish(request, "abort") for request in known}
 
     def settle(self) -> dict[str, FinishReason]:
-        """Collect compiled grammars and read LoRA adapters; end and return requests for which one failed."""
+        """Collect ready grammars and LoRA adapters; end and return the requests for which one failed."""
         return {id: self._finish(self.requests[id], "error", why) for id, why in self.checks.settle().items()}
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> FinishReason:

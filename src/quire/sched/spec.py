@@ -83,7 +83,8 @@ class Drafting:
         (`Proposer.is_sure`)."""
 
     def draft(self, running: Running, chunks: Ints, budget: int) -> Drafts:
-        """Draft up to `budget` tokens for the rows of `running.order`, which compute `chunks`."""
+        """Return draft tokens, at most `budget` in all, for those rows of `running.order` that decode.
+        `chunks` is the number of tokens that each row computes without drafts."""
         self._num_plans += 1
         rows = running.order
         decodes = (chunks == 1) & (running.num_tokens[rows] - running.num_computed[rows] == 1)
@@ -134,7 +135,7 @@ class Drafting:
         return max_drafts
 
     def _may_draft(self, running: Running, rows: RowIds) -> NDArray[np.bool_]:
-        """Return whether each row may have drafts from the proposer or the worker."""
+        """Return [rows], whether each row may have drafts from the proposer or the worker."""
         may_draft: NDArray[np.bool_] = running.drafts[rows]
         if self._proposer is None:
             # The masks of drafts made by the worker are not known here.
@@ -198,13 +199,14 @@ class Drafting:
         return proposal
 
     def release(self, running: Running, row: int) -> None:
-        """Release the row of a request."""
+        """Forget the drafting state of a row whose request has left it."""
         self._drafted_in.pop(row, None)
         if self._known.pop(row, (0, 0))[1] and self._proposer is not None:
             self._proposer.release(row, running.tokens[row, : running.num_known[row]])
 
     def learn(self, step_tokens: StepTokens, stats: StepStats) -> dict[str, int]:
-        """Record the accepted drafts of a step. Return the number of drafts by request id."""
+        """Record how many drafts of each row a step accepted, also in `stats`. Return the number of draft
+        tokens of each request, by request id."""
         if not len(step_tokens.num_drafts) or not len(planned := np.flatnonzero(step_tokens.num_drafts)):
             return {}
         rows, num_drafts = step_tokens.sampled[planned], step_tokens.num_drafts[planned]
@@ -228,7 +230,7 @@ class Drafting:
         return dict(zip(step_tokens.running.ids[rows].tolist(), num_drafts.tolist(), strict=True))
 
     def record_time(self, flight: StepInFlight) -> None:
-        """Record the duration of a step if it consists of decodes."""
+        """Record the duration of a step, for the estimated costs of drafts, if all its rows decode."""
         plan = flight.plan
         if len(plan.logit_rows) == plan.total_tokens and not plan.admitted:
             num_accepted = sum(flight.notes.stats.num_accepted_by_position)

@@ -56,8 +56,8 @@ class Decodes(NamedTuple):
 
     @classmethod
     def of(cls, running: Running, pending: Ints) -> "Decodes":
-        """Return the decodes of the next step, in which each row of `running.order` may compute `pending`
-        tokens."""
+        """Return the decodes of the next step. `pending` is the number of tokens that each row of
+        `running.order` may compute; a row with more than one token is a prompt."""
         computed, is_decode = running.num_computed[running.order], pending <= 1
         start = int(computed[~is_decode].max(initial=0))
         return cls(int(is_decode.sum()), int(computed[is_decode].sum()), start)
@@ -76,8 +76,8 @@ class StepCost:
         self._num_mixed = self._max_prompt_tokens = 0
 
     def learn(self, chunks: Ints, starts: Ints, seconds: float) -> None:
-        """Record the duration of a step that computed `chunks` tokens of each row, `starts` of whose tokens
-        had been computed before."""
+        """Record that a step took `seconds`. By row, `chunks` is the number of tokens that it computed, and
+        `starts` the number of tokens that had been computed before it."""
         if seconds <= 0:
             return
         is_decode = chunks == 1

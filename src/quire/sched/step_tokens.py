@@ -26,7 +26,7 @@ class SequenceEnd(NamedTuple):
 
 @dataclass
 class StepTokens:
-    """The new tokens of some rows, row by row."""
+    """The tokens that a step sampled, concatenated row by row, with its other results."""
 
     running: Running
     sampled: RowIds
@@ -64,8 +64,8 @@ class StepTokens:
         self.running.fill(self.sampled, self.result.token_ids, self.result.counts, self.num_drafts)
 
     def ends(self, verdicts: dict[int, Verdict]) -> dict[int, SequenceEnd]:
-        """Return the ends of sequences by row. Only tokens that may be the last are checked, and those for
-        which a grammar has returned a verdict (`verdicts`, by index of the token)."""
+        """Return, by row, the position and reason of each sequence that ends in this step. Only tokens that
+        may be the last are checked, and those with a grammar verdict (`verdicts`, by index of the token)."""
         running, rows, lengths, token_ids = self.running, self.rows, self.lengths, self.result.token_ids
         suspect = (
             (lengths >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
@@ -102,7 +102,8 @@ class StepTokens:
         )
 
     def by_request(self) -> dict[str, Any]:
-        """Return logprobs, sampling masks and alignments by request id."""
+        """Return the logprobs, prompt logprobs, sampling masks and audio alignments of the step: by the name
+        of each kind, a dict by request id."""
         result = self.result
         by_row: dict[str, dict[int, Any]] = {
             "logprobs": result.logprobs,

@@ -85,8 +85,8 @@ class Targets:
         return times
 
     def backlog(self, requests: Iterable[Request], running: Running) -> Backlog:
-        """Return the prompt tokens of all requests that are still to be computed, and the rate at which they
-        are computed. The tokens are counted at short intervals."""
+        """Return the prompt tokens that are still to be computed, by tenant and priority, and the rate at
+        which they are computed, in tokens per second. They are counted at most every `_COUNT_S` seconds."""
         now = time.monotonic()
         if now - self._counted_at >= _COUNT_S:
             self._counted_at, tokens = now, Counter[tuple[int, int]]()

@@ -64,7 +64,7 @@ class TierIndex:
         return slot, evicted
 
     def commit(self, key: bytes) -> None:
-        """Index a block that has been copied into its slot."""
+        """Make a block available that has been copied into its slot."""
         self._slots[key] = self._being_copied.pop(key)
         self.on_stored(key)
 
@@ -112,7 +112,7 @@ class EntryTiers:
     """The lower tiers of one kind of entries: KV blocks, or checkpoints of SSM states."""
 
     pool: BlockPool
-    """The entries on the device."""
+    """Pool of the entries of this kind on the device."""
     entry_bytes: int
     """Bytes of an entry on all workers."""
     host: TierIndex | None = None

@@ -26,30 +26,32 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Record blocks before their prefixes are evicted from the device."""
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
-        """Return the blocks that a planned step stores before it computes. `fresh` are the blocks that it
-        fills."""
+        """Return the blocks that step number `step` copies to lower tiers before it computes; None: no
+        blocks. `fresh` are the blocks on the device that the step fills."""
 
     def finish_step(self, step: int) -> None:
-        """Note that a step is done."""
+        """Note that step number `step` is done: the blocks that it copied are now available in lower
+        tiers."""
 
     def forget_steps(self) -> None:
-        """Forget the steps in flight, which have failed."""
+        """Forget the steps in flight, which have failed: their copies to lower tiers do not count."""
 
     def release_waiting(self, request: Request | None = None) -> bool:
-        """Release the blocks of waiting requests, except those of `request`; return whether there were
-        any."""
+        """Release the device blocks that are held for waiting requests, except those of `request`; return
+        whether any block was released."""
 
     def take_stats(self) -> TierStats:
-        """Return the counts since the last call."""
+        """Return the statistics of copies to and from lower tiers since the last call."""
 
     def flush_stores(self) -> None:
-        """Copy the blocks that wait for the next step now, because no step is planned."""
+        """Copy the blocks that wait for the next step to lower tiers now, because no step is planned."""
 
     def drain(self) -> None:
-        """Wait for the copies under way, unless steps are in flight, and release all held blocks."""
+        """Wait for the copies to the device that are under way, up to a time limit, unless steps are in
+        flight; then release all device blocks held for waiting requests or other engines."""
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget all blocks in lower tiers."""
 
     def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
         """Keep the prefix of a request that has ended for this reason, if another engine is to read it

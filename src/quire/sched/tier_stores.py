@@ -55,11 +55,11 @@ class TierStores:
         self.evicted: dict[bytes, int] = {}
         """Ids of evicted entries that the next step stores, by key."""
         self.dropped: list[bytes] = []
-        """Keys of files to delete."""
+        """Keys of the disk tier's files to delete."""
         self.num_failed = 0
         """Number of entries that were not stored, because no slot was free."""
         self.sizes: list[int] = []
-        """Bytes of each copy since the last report of statistics."""
+        """Bytes of each copy to lower tiers since the last report of statistics."""
         self.is_unreported = False
         """Whether something was stored since the workers were last asked for their times."""
         self._full: dict[bytes, Block] = {}
@@ -105,8 +105,8 @@ class TierStores:
                 self.evicted[block.key] = block.id
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
-        """Return what the planned step stores before it computes. `fresh` are the entries that the step
-        fills."""
+        """Return the entries that step number `step` copies to lower tiers before it computes; None: no
+        entries. `fresh` are the entries on the device that the step fills."""
         self.planned = step
         filled = [(block.key, block) for block in fresh if block.key is not None]
         self.unwritten.update(key for key, _ in filled)
@@ -121,7 +121,8 @@ class TierStores:
         return stores
 
     def _take(self, num_ahead: int = 0) -> tuple[BlockStores | None, list[_Stored], list[_Stored]]:
-        """Return the entries to store, and those of them that go to host memory and to disk."""
+        """Return what the next step copies to lower tiers and deletes there (None: nothing), and of the
+        copied entries those that go to host memory and those that go to disk."""
         evicted, self.evicted = self.evicted, {}
         full, self._full = self._full, {}
         ahead = self._take_ahead(num_ahead)
@@ -197,7 +198,8 @@ class TierStores:
         return slot
 
     def finish_step(self, step: int) -> None:
-        """Index what a step has stored, and let the next step write the entries that it filled to disk."""
+        """Index the entries that a finished step copied to lower tiers, and let the next step write to disk
+        the entries that the finished step filled on the device."""
         done = self.steps.pop(step)
         self._commit(done)
         for key, block in done.filled:
@@ -230,7 +232,7 @@ class TierStores:
                 self.dropped.append(key)  # the other workers may have written their part
 
     def _cancel(self, step: _InFlight) -> None:
-        """Free the slots of what a step stores."""
+        """Free the tier slots of the entries that a step was to copy to lower tiers."""
         for tier, key in (*step.to_host, *step.to_disk):
             tier.cancel(key)
 

@@ -53,13 +53,13 @@ class ServerSettings:
     keys: tuple[Key, ...] = ()
     """API keys parsed from the option `api_key`."""
     max_sequences: int = MAX_SEQUENCES
-    """Maximum sequences of one request: prompts times n."""
+    """Maximum sequences of one request (prompts times n); a request with more is refused."""
     max_audio_bytes: int = 25 << 20
-    """Maximum size of an audio file to transcribe or translate."""
+    """Maximum bytes of an audio file to transcribe or translate; a larger file is refused."""
     dev_mode: bool = False
     """Whether the developer routes exist: sleep, pause, collective_rpc."""
     responses: StoreLimits | None = None
-    """Limits of the store of /v1/responses; None disables the store."""
+    """Limits (count, bytes, age) of the store of /v1/responses; None disables the store."""
 
     @property
     def address(self) -> str:

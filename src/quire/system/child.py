@@ -14,7 +14,8 @@ from quire.system.process import interrupts_held, main_left_out
 log = get_logger(__name__)
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before a restart, by number of failures. If the process was up, the second value is the maximum."""
+"""Seconds to wait before a restart, by number of failures in a row. For a process that had been up, the
+second value is the maximum."""
 STEADY_S = 60.0
 """Seconds of running after which the backoff begins at its first value again."""
 _POLL_S = 0.01
@@ -22,7 +23,8 @@ _POLL_S = 0.01
 
 @dataclass
 class Child:
-    """A supervised process. Through a pipe it sends None when it is up, or the reason why it cannot start."""
+    """A supervised process. Through a pipe it sends None when it is ready to serve ("up"), or the reason
+    why it cannot start."""
 
     name: str
     make: Callable[[connection.Connection], BaseProcess]
@@ -52,7 +54,8 @@ class Child:
         return self.process is not None and self.process.is_alive()
 
     def listen(self) -> None:
-        """Read the messages of the process. Raise a ConfigError if it cannot start and never was up."""
+        """Read the messages of the process without waiting. Raise a ConfigError if it cannot start and
+        never was up."""
         while self.says is not None and self.says.poll():
             try:
                 problem: str | None = self.says.recv()
@@ -68,8 +71,8 @@ class Child:
                 log.error("%s %s: %s", self.name, "failed" if self.is_up else "cannot start", problem)
 
     async def await_up(self) -> None:
-        """Poll until the process is up. (A thread that waits for it would survive a cancellation, and read a
-        pipe that `end` has closed.)"""
+        """Wait, by polling, until the process is up; raise a ConfigError if it ends before that. (A
+        waiting thread would survive a cancellation, and read a pipe that `end` has closed.)"""
         import asyncio  # here, since a supervisor has no event loop
 
         while not self.is_up:
@@ -109,7 +112,8 @@ class Child:
         self.is_up = False
 
     def end(self, how: int, timeout_s: float) -> None:
-        """End the process by the signal `how`, and kill it if it still runs after `timeout_s` seconds."""
+        """End the process by the signal number `how`, and kill it if it still runs after `timeout_s`
+        seconds; wait until it has ended."""
         if self.process is not None and self.process.is_alive():
             os.kill(self.process.pid or 0, how)
             self.process.join(timeout_s)

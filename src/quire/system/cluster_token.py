@@ -55,7 +55,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _token_of_user(file: Path) -> str:
-    """Read the token of this user, or create one; if several processes create one, the first wins."""
+    """Return the token in this user's file, creating the file if needed; of several processes that create
+    it, the first wins."""
     try:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def _token_of_user(file: Path) -> str:
                     made.write(new_token())
                 os.link(unfinished, file)
             except FileExistsError:
-                log.debug("Another process has made %s", file)
+                log.debug("Another process has created the cluster token file %s", file)
             finally:
                 unfinished.unlink(missing_ok=True)
         return _read_private(file)

@@ -1,4 +1,4 @@
-"""Limits of the time that work takes in one turn (iteration) of an event loop."""
+"""Limits of the CPU time that work takes in one turn (iteration) of an asyncio event loop."""
 
 import asyncio
 import time
@@ -19,7 +19,8 @@ class TurnBudget:
     def __init__(self, seconds: float = _TURN_S, clock: Callable[[], float] = time.thread_time) -> None:
         self._seconds, self._clock = seconds, clock
         self._ends_at: float | None = None
-        """Time at which the budget of this turn is spent; None before its first use."""
+        """CPU time of the thread, in seconds, at which the budget of this turn is spent; None before its
+        first use in the turn."""
 
     @property
     def is_spent(self) -> bool:
@@ -35,11 +36,12 @@ class TurnBudget:
 
 
 class TurnQueue(Generic[T]):
-    """A queue whose items are handled in the next turns of the event loop, in each until its budget is
-    spent."""
+    """A queue whose items are handled in the next turns of the event loop, in each turn until a CPU time
+    budget is spent."""
 
     def __init__(self, handle: Callable[[Sequence[T]], None], budget: TurnBudget | None = None) -> None:
-        """`handle` receives up to 32 items at a time, in order."""
+        """Create a queue. `handle` receives up to 32 items at a time, in order; `budget` is the CPU time
+        per turn."""
         self._handle = handle
         self._budget = budget or TurnBudget()
         self._items: deque[T] = deque()
@@ -67,6 +69,6 @@ class TurnQueue(Generic[T]):
         self._handle([self._items.popleft() for _ in range(min(len(self._items), _PIECE))])
 
     def flush(self) -> None:
-        """Handle all items now."""
+        """Handle all queued items now, without regard to the budget."""
         while self._items:
             self._handle_some()

@@ -1,4 +1,5 @@
-"""Connections between engines that exchange cached prefixes: addresses, known engines, shared memory."""
+"""Connections between engines that exchange KV cache entries of prefixes: addresses, known engines,
+memory."""
 
 import contextlib
 import fcntl
@@ -19,7 +20,8 @@ _LOOPBACK = "127.0.0.1"
 
 
 def zmq_address(host: str, port: int | str) -> tuple[str, bool]:
-    """Return the address of a port for ZMQ, and whether it is IPv6; raise OSError for an unknown host."""
+    """Return the ZMQ address (tcp://...) of a host and port, and whether it is IPv6; raise OSError for an
+    unknown host."""
     addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     family, *_, (numbers, *_) = min(addresses, key=lambda entry: entry[0] == socket.AF_INET6)
     is_v6 = family == socket.AF_INET6
@@ -39,8 +41,8 @@ def token_host(settings: TransferSettings, side_channel_host: str) -> str:
 
 
 class KnownEngine:
-    """A file by which engines of the same user on this machine find this engine. The file is locked while the
-    engine runs; files without a lock are deleted."""
+    """A file through which engines of the same user on this machine find this engine. It is locked while
+    the engine runs; files without a lock are deleted."""
 
     def __init__(self, root: Path, engine_id: str, host: str, port: int) -> None:
         folder = root / FOLDER
@@ -63,8 +65,8 @@ class KnownEngine:
 
 
 def is_peer(settings: TransferSettings, root: Path, engine_id: str, prefix: RemotePrefix) -> bool:
-    """Return whether a prefix may be loaded from its address: it is among the peers of the settings, or is
-    that of an engine of this user on this machine."""
+    """Whether a prefix may be loaded from the engine at its address: one among the peers of the settings,
+    or an engine of this user on this machine."""
     if any(host == prefix.host and port in (None, prefix.port) for host, port in settings.peers):
         return True
     if not re.fullmatch(r"[\w.-]{1,200}", engine_id) or engine_id.startswith("."):
@@ -103,8 +105,8 @@ class TransferMemory:
 
 
 def open_memory(path: str, nonce: bytes) -> memoryview | None:
-    """Return the memory of another process, to write KV cache entries to; None if the path or the nonce is
-    wrong."""
+    """Return the memory of another process, opened from `path`, to write KV cache entries to; None if the
+    path cannot be opened or the random bytes at its start are not `nonce`."""
     if not _DESCRIPTOR.fullmatch(path) or len(nonce) != NONCE_BYTES:
         return None
     try:

@@ -20,7 +20,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class MemoryTrimmer:
-    """Returns the unused memory of the heap to the system when there is much more than at its lowest.
+    """Returns the unused memory of the heap to the system when there is much more of it than at its lowest.
 
     glibc returns only the end of a heap to the system. After a burst of long request bodies or grammars,
     small blocks that are still in use prevent the return of hundreds of MiB below them, in one heap per
@@ -30,9 +30,9 @@ class MemoryTrimmer:
     def __init__(
         self, spare_bytes: int, *, num_unused_bytes: Callable[[], int], trim: Callable[[], object]
     ) -> None:
-        """The heap is trimmed when its unused memory exceeds the lowest amount since the last trim by
-        `spare_bytes`. `num_unused_bytes` returns the bytes in memory that the allocator has not handed out;
-        some of them can never be returned."""
+        """Create a trimmer. It trims the heap when its unused bytes exceed the lowest number since the
+        last trim by `spare_bytes`. `num_unused_bytes` returns the bytes in memory that the allocator has
+        not handed out; some of them can never be returned."""
         self._spare_bytes = spare_bytes
         self._num_unused_bytes, self._trim = num_unused_bytes, trim
         self._least_bytes = num_unused_bytes()

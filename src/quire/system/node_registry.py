@@ -19,15 +19,15 @@ from quire.system.socket_security import FAILURES, MISMATCHES, Handshakes, event
 log = get_logger(__name__)
 
 ENLIST_S = 0.5
-"""Seconds between two messages of a node; a message and its answer are the heartbeats."""
+"""Seconds between two messages of a node to the head; a message and its answer are the heartbeats."""
 GONE_S = 3.0
 """Seconds without a message of a node after which another node may take its ranks."""
 REMIND_S = 30.0
 """Seconds between two log lines about missing ranks."""
 MAX_AT_ONCE = 256
-"""Most messages to read before the supervisor checks its processes again."""
+"""Most messages of nodes to read before the supervisor checks its child processes again."""
 MAX_BYTES = 1 << 20
-"""Size limit of a message; ZMQ closes connections that send a larger one."""
+"""Size limit of a message in bytes; ZMQ closes connections that send a larger one."""
 _LINGER_MS = 1000
 _ADDRESS = re.compile(r"tcp://(\[[\w:.%]+\]|[\w.-]+):\d{1,5}")
 
@@ -36,25 +36,26 @@ _OTHER_TOKEN = f"its {VARIABLE} differs: set the same secret on every machine"
 
 
 class JoinNode(msgspec.Struct, tag="enlist"):
-    """Message of a node: the addresses of its cores, and whether they are up or why they cannot start."""
+    """Message of a node to the head: the addresses of its engine cores, and whether they are up or why
+    they cannot start."""
 
     node: str
     size: int
     token: str
-    """The secret of the deployment."""
+    """The cluster token, which all processes of a deployment share."""
     addresses: dict[int, str]
     is_up: bool = False
     problem: str = ""
 
 
 class NodeJoined(msgspec.Struct, tag="noted"):
-    """Answer of the head to a `JoinNode`. An empty `problem` accepts the node; `ends` means that the head
-    itself ends."""
+    """Answer of the head to a `JoinNode`. With an empty `problem` the node is accepted; `ends` means that
+    the head itself is shutting down."""
 
     problem: str = ""
     ends: bool = False
     may_change: bool = False
-    """Whether the node may retry: the current owner of the rank may be dead."""
+    """Whether a refused node may retry, since the node that has its data-parallel rank may be dead."""
 
 
 @dataclass(slots=True)
@@ -66,8 +67,8 @@ class _Node:
 
 
 class NodeRegistry:
-    """The head's list of cores on other machines. API processes read their addresses from files in
-    `folder`."""
+    """The head's list of the engine cores on other machines. It writes their addresses to files in
+    `folder`, where API processes read them."""
 
     def __init__(
         self, host: str, port: int, *, size: int, awaited: Iterable[int], folder: Path, token: str
@@ -78,7 +79,7 @@ class NodeRegistry:
         self.folder = folder
         self.awaited = frozenset(awaited)
         self.was_complete = False
-        """Whether all ranks have been up."""
+        """Whether all data-parallel ranks have been up at the same time."""
         self._place = f"{host}:{port}"
         self._nodes: dict[bytes, _Node] = {}
         self._remind_at = time.monotonic() + REMIND_S
@@ -106,7 +107,8 @@ class NodeRegistry:
         return sorted(self.awaited - up)
 
     def listen(self) -> None:
-        """Read the messages of nodes. Raise a ConfigError if a registered node fails during the start."""
+        """Read the waiting messages of nodes and answer them, without waiting. Raise a ConfigError if a
+        registered node fails before all ranks have been up."""
         for _ in range(MAX_AT_ONCE):
             try:
                 identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -124,7 +126,7 @@ class NodeRegistry:
             answer = self._register(identity, message)
             self._send(identity, answer)
             if answer.problem:
-                log.error("Refused the node %.100r: %s", message.node, answer.problem)
+                log.error("Refused to register node %.100r: %s", message.node, answer.problem)
         self._check_complete()
 
     def _send(self, identity: bytes, message: NodeJoined) -> None:
@@ -135,7 +137,7 @@ class NodeRegistry:
         if message.problem:
             if identity in self._nodes and not self.was_complete:
                 raise ConfigError(f"{message.node}: {message.problem}")
-            log.error("The node %s ends: %s", message.node, message.problem)
+            log.error("Node %s is shutting down: %s", message.node, message.problem)
             return NodeJoined()
         if message.size != self.size:
             return NodeJoined(
@@ -176,7 +178,7 @@ class NodeRegistry:
             log.info("All %d data-parallel ranks are up", self.size)
         elif now >= self._remind_at:
             self._remind_at = now + REMIND_S
-            log.info("Waiting at %s for data-parallel ranks %s", self._place, _listed(missing))
+            log.info("Waiting at %s for nodes with data-parallel ranks %s", self._place, _listed(missing))
 
     def overdue(self, timeout_s: float) -> str:
         return (
@@ -186,7 +188,7 @@ class NodeRegistry:
         )
 
     def close(self, problem: str = "") -> None:
-        """Notify all nodes that the head ends, and why."""
+        """Notify all nodes that the head shuts down, with the reason `problem`, and close the socket."""
         for identity in self._nodes:
             self._send(identity, NodeJoined(problem, ends=True))
         self._socket.close()
@@ -194,13 +196,13 @@ class NodeRegistry:
 
 
 class Announcer:
-    """Announces the cores of this machine to the head node, periodically."""
+    """Announces the engine cores of this machine to the head node, by periodic heartbeats."""
 
     def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str], token: str) -> None:
         self.head = f"{host}:{port}"
         self.was_heard = False
         self.ends = False
-        """Whether the head has ended or refused this node, which then ends as well."""
+        """Whether the head has shut down or has refused this node, so that this node shuts down as well."""
         self._message = JoinNode(f"{socket.gethostname()} (pid {os.getpid()})", size, token, dict(addresses))
         self._began = self._heard_at = time.monotonic()
         self._next = 0.0
@@ -214,7 +216,8 @@ class Announcer:
         self._socket.connect(f"tcp://{self.head}")
 
     def tick(self, *, is_up: bool, timeout_s: float) -> None:
-        """Send a heartbeat, and read the answer of the head."""
+        """Send a heartbeat if one is due, and read the answers of the head, without waiting. Raise a
+        ConfigError if the head refuses this node or does not answer within `timeout_s` seconds."""
         now = time.monotonic()
         self._check_handshakes()
         self._receive(now)
@@ -238,7 +241,9 @@ class Announcer:
             try:
                 answer = msgspec.msgpack.decode(self._socket.recv(), type=NodeJoined)
             except msgspec.MsgspecError as error:
-                log.warning("Ignored an invalid message from the head at %s: %.200r", self.head, str(error))
+                log.warning(
+                    "Ignored an invalid message of the head node at %s: %.200r", self.head, str(error)
+                )
                 continue
             self._heard_at = now
             if answer.may_change and now - self._began < 2 * GONE_S:
@@ -249,7 +254,7 @@ class Announcer:
                 raise ConfigError(f"the head at {self.head} {how}: {answer.problem}")
             self.ends = self.ends or answer.ends
             if not self.was_heard:
-                log.info("The head at %s has registered data-parallel ranks %s", self.head, self._ranks)
+                log.info("The head node at %s has registered data-parallel ranks %s", self.head, self._ranks)
             self.was_heard = True
 
     @property
@@ -260,7 +265,7 @@ class Announcer:
         try:
             self._socket.send(msgspec.msgpack.encode(self._message), zmq.NOBLOCK)
         except zmq.Again:
-            log.debug("The head at %s is not reachable yet", self.head)
+            log.debug("The head node at %s is not reachable yet", self.head)
 
     def close(self, problem: str = "") -> None:
         """Close the connection; report `problem` to the head if this node cannot run its cores."""
@@ -274,8 +279,8 @@ class Announcer:
 
 
 def own_address(head: str, address: str | None) -> str:
-    """Return the address at which the head reaches this machine: `address`, or that of the interface to the
-    head."""
+    """Return the IP address or host name at which the head reaches this machine: `address`, or that of the
+    network interface to the head."""
     if address:
         return address
     with socket.socket(socket.AF_INET6 if ":" in head else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -287,7 +292,7 @@ def own_address(head: str, address: str | None) -> str:
 
 
 def free_address(host: str) -> str:
-    """Return the address of a free port of `host`."""
+    """Return a tcp:// address with a free port of `host`."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"

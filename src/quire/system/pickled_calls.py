@@ -22,7 +22,8 @@ def _check_pickles() -> None:
 def pack_function(
     function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Return a call of a function as a pickle; lambdas need the package cloudpickle."""
+    """Return a function with its arguments as a pickle, which `run_packed` calls; lambdas need the package
+    cloudpickle."""
     _check_pickles()
     try:
         pickler: Any = importlib.import_module("cloudpickle")
@@ -40,7 +41,8 @@ def pack_function(
 
 
 def run_packed(worker: Any, packed: bytes) -> bytes:
-    """Call a packed function with the worker, and return its result as a pickle."""
+    """Call a function packed by `pack_function` with the worker as its first argument; return its result
+    as a pickle."""
     _check_pickles()
     function, args, kwargs = pickle.loads(packed)
     return pickle.dumps(function(worker, *args, **kwargs))

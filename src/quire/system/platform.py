@@ -54,7 +54,7 @@ def _why_no_cuda() -> str | None:
 
 
 def _torch_built_for(platform: str) -> bool:
-    """Whether torch is built for `cuda` or `hip` (ROCm), by its version file."""
+    """Whether the installed torch is built for `platform`, `cuda` or `hip` (ROCm), by its version file."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -150,7 +150,8 @@ def thread_advice(
 
 
 def devices_of(index: int, count: int, *, visible: str | None, num_devices: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for the engine with this index, of several with `count` devices each."""
+    """Return the CUDA_VISIBLE_DEVICES of the engine with this index, of several engines with `count`
+    devices each; `visible` is that of this process."""
     names = visible.split(",") if visible else [str(number) for number in range(num_devices)]
     chosen = names[index * count : (index + 1) * count]
     if len(chosen) < count:
@@ -162,14 +163,15 @@ def devices_of(index: int, count: int, *, visible: str | None, num_devices: int)
 
 
 def _num_cores(root: Path) -> int:
-    """Return the cores for compute threads: the hardware threads, limited by OMP_NUM_THREADS."""
+    """Return the number of compute threads to use: the hardware threads, limited by OMP_NUM_THREADS."""
     cores = hardware_threads(root)
     limit = os.environ.get("OMP_NUM_THREADS", "")
     return min(cores, int(limit)) if limit.isdigit() and int(limit) else cores
 
 
 def hardware_threads(root: Path = Path("/")) -> int:
-    """Return the cores of the affinity mask, limited by every cgroup's quota."""
+    """Return the number of hardware threads in the affinity mask, limited by the CPU quota of every
+    cgroup."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders(root, "cpu"):
         quota = _read(folder / "cpu.max")
@@ -182,7 +184,7 @@ def hardware_threads(root: Path = Path("/")) -> int:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the free bytes of host memory for this process."""
+    """Return the bytes of host memory that this process can still use."""
     return _memory(root)[1]
 
 
@@ -220,7 +222,8 @@ def _number(path: Path) -> int | None:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield this process's cgroup and all its parents, of version 2 and of version 1's `controller`."""
+    """Yield the folder of this process's cgroup and those of its parents, in version 2 and in version 1 of
+    the given `controller`."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

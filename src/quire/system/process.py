@@ -38,8 +38,8 @@ def parent_age_s() -> float:
 
 
 def adopt(role: str) -> None:
-    """Set up a child process: name it, let it die with its parent (on Linux), and leave SIGINT to its
-    parent."""
+    """Set up this child process: give it the title `role`, let it die with its parent (on Linux), and
+    leave SIGINT to its parent."""
     from tqdm import tqdm  # here, since the supervisor shows no progress
 
     name_process(role)

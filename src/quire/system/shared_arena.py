@@ -26,7 +26,7 @@ _WRAP = 1 << 32
 
 @dataclass(slots=True, eq=False)
 class SharedObject:
-    """The owner's record of an object in the shared memory."""
+    """The owner's record of an object in the shared memory: its place, size and references."""
 
     start: int
     size: int
@@ -63,7 +63,7 @@ class SharedArena:
         self._dropped: dict[int, SharedObject] = {}
         """Dropped objects whose memory is not free yet, since references to them exist."""
         self._ended: deque[int] = deque()
-        """Starts of objects that lost a local reference; appended by any thread."""
+        """Byte offsets of objects that lost a reference in this process; appended by any thread."""
         self._generations = itertools.count()
         self._lock = threading.Lock()
 
@@ -80,7 +80,8 @@ class SharedArena:
             return sum(not self._is_idle(item) for item in self._objects.values())
 
     def put(self, data: bytes) -> SharedObject | None:
-        """Write an object; return None if it is too large, or if there is no free piece of its size."""
+        """Write an object and return its record; return None if it is too large, or if no free piece has
+        its size."""
         size = -(-(_HEAD + len(data)) // _LINE) * _LINE
         if size > self.max_object_bytes:
             return None
@@ -114,7 +115,7 @@ class SharedArena:
         return _read(self._memory, self._words, stored)
 
     def is_idle(self, item: SharedObject) -> bool:
-        """Whether the object would be overwritten if it were dropped."""
+        """Whether nothing refers to the object, so that its memory would be reused if it were dropped."""
         with self._lock:
             self._settle()
             return self._is_idle(item)
@@ -144,7 +145,8 @@ class SharedArena:
         return not item.num_users and self._words[item.start // 4] == item.num_sent % _WRAP
 
     def _allocate(self, size: int) -> int | None:
-        """Allocate from the first piece that is large enough."""
+        """Return the start in bytes of a piece taken from the first free piece of at least `size` bytes;
+        None if there is none."""
         for place, (start, free) in enumerate(self._free):
             if free >= size:
                 self._free[place : place + 1] = [(start + size, free - size)] if free > size else []
@@ -172,7 +174,8 @@ class _Memory:
 
 
 class ArenaReader:
-    """The receiving side: keeps an object until this process has no reference to it, then releases it.
+    """The receiving process's side: it keeps an object until this process has no reference to it, and then
+    releases it to the owner.
 
     Objects are released when the requests and step plans that refer to them end, however they end.
     """
@@ -183,8 +186,8 @@ class ArenaReader:
         self._ended: deque[tuple[tuple[int, int], int]] = deque()
 
     def take(self, stored: StoredArrays) -> bool:
-        """Make the reference use this process's descriptor of the memory. Return False if it cannot be
-        opened."""
+        """Let a received reference use this process's descriptor of the memory. Return False if the memory
+        cannot be opened."""
         try:
             key = _key(stored.memory)
             memory = self._memories.get(key) or self._open(stored.memory, key)

@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 
 def create_shared_memory(num_bytes: int) -> int:
-    """Create the memory of a `SharedCache`; return its file descriptor."""
+    """Create the memory of a `SharedCache` for `num_bytes` of values; return its file descriptor."""
     fd = os.memfd_create("quire-media-cache", os.MFD_CLOEXEC)
     os.ftruncate(fd, max(num_bytes, _table_bytes(num_bytes) + _ALIGNMENT))
     return fd
@@ -91,7 +91,7 @@ class SharedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return the used bytes of the ring, including those of removed values."""
+        """Return the bytes of the ring that are in use, including those of removed values."""
         return min(self._words[0], len(self._ring))
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class SharedCache:
         return self._words[0] - position <= len(self._ring)
 
     def _entries(self, digest: bytes) -> range:
-        """Return the word indices of the entries that a key may use."""
+        """Return the indices, in words of the table, of the entries that the key with this digest may use."""
         first = int.from_bytes(digest[:8], "little") % self._num_sets * _WAYS
         step = _ENTRY_BYTES // 8
         start = _HEAD_BYTES // 8 + first * step

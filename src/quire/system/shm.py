@@ -15,7 +15,7 @@ import threading
 import time
 
 CAPACITY = 1 << 20
-"""Bytes of a ring; a longer message is sent piece by piece."""
+"""Default size of a ring in bytes; a longer message is sent piece by piece, as readers make room."""
 SPIN_S = 50e-6
 """Seconds that a reader spins before it sleeps, if there are spare cores."""
 
@@ -34,7 +34,8 @@ _fence = threading.Lock()
 
 
 def create(num_readers: int, capacity: int = CAPACITY) -> int:
-    """Create a ring and return its file descriptor; its capacity is a power of two."""
+    """Create a ring of `capacity` bytes, a power of two, for this number of readers; return its file
+    descriptor."""
     assert capacity & (capacity - 1) == 0
     size = _LINE * (1 + num_readers) + capacity
     if hasattr(os, "memfd_create"):
@@ -49,7 +50,7 @@ def create(num_readers: int, capacity: int = CAPACITY) -> int:
 
 
 class _End:
-    """One end of a ring: byte counters, modulo 2**32, and the bytes themselves."""
+    """One end of a ring, mapped into this process: byte counters, modulo 2**32, and the bytes themselves."""
 
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -75,7 +76,8 @@ class ShmWriter(_End):
         self._tails = [(1 + reader) * _LINE // 4 for reader in range(self.num_readers)]
 
     def send(self, data: bytes, timeout_s: float) -> None:
-        """Send a message; return when all of it is in the ring. After a TimeoutError the ring is unusable."""
+        """Send a message to all readers; block until all of it is in the ring. Raise TimeoutError if
+        readers do not make room within `timeout_s` seconds; the ring is then unusable."""
         rest = memoryview(_LENGTH.pack(len(data)) + data)
         deadline = time.monotonic() + timeout_s
         while rest:
@@ -113,7 +115,8 @@ class ShmReader(_End):
         self._received = bytearray()
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next message; None if it is not complete in time."""
+        """Wait for the next message and return it; return None if it is not complete within `timeout_s`
+        seconds."""
         if (message := self._pop_message()) is not None:
             return message
         deadline = time.monotonic() + timeout_s
@@ -134,7 +137,8 @@ class ShmReader(_End):
         return message
 
     def _wait(self, deadline: float) -> bool:
-        """Wait until the deadline; return whether there is new data."""
+        """Block until there is new data or `deadline` (time.monotonic seconds) has passed; return whether
+        there is new data."""
         words, tail = self._words, self._tail
         if words[_HEAD] != tail:
             return True
@@ -168,7 +172,8 @@ _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX is not None else None
 
 
 def _sleep(address: int, value: int, timeout_s: float) -> None:
-    """Sleep until a wake-up at this address; return at once if its value differs."""
+    """Sleep on the futex at `address` until it is woken or `timeout_s` seconds have passed; return at once
+    if the word there is not `value`."""
     if _libc is None:
         time.sleep(min(_POLL_S, timeout_s))
         return

@@ -40,7 +40,8 @@ def secure(sock: "zmq.Socket[bytes]", token: str, *, listens: bool) -> None:
 
 
 class Handshakes:
-    """The outcome of a connecting socket's handshakes: whether it is connected, or its token is refused."""
+    """The state of a connecting socket's encryption handshakes: whether it is connected, or its token is
+    refused."""
 
     def __init__(self) -> None:
         self.num_failed = 0
@@ -62,7 +63,8 @@ class Handshakes:
 
 
 def events_of(monitor: "zmq.Socket[bytes]") -> list[tuple[int, int]]:
-    """Return the events that a monitor has reported since the last call, with the value of each."""
+    """Return the ZMQ socket events (event, value) that a monitor socket has reported since the last call;
+    does not wait."""
     events = []
     while monitor.poll(0):
         message = recv_monitor_message(monitor)

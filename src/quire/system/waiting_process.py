@@ -12,7 +12,8 @@ from quire.system.process import interrupts_held, main_left_out
 
 
 class WaitingProcess:
-    """A process that calls `prepare`, and then one function that it is sent. It ends with its parent."""
+    """A spare process that calls `prepare`, such as slow imports, and then waits for one function to run.
+    It ends with its parent."""
 
     def __init__(self, prepare: Callable[[], object], name: str) -> None:
         self._calls, child_end = multiprocessing.Pipe()

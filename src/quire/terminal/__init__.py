@@ -21,7 +21,8 @@ BACKENDS = LazyTable(
 
 
 class ChatBackend(Protocol):
-    """Generates answers. Both methods pass the text to `emit` and return the number of tokens."""
+    """Source of answers for the terminal: a server or a model in this process. Both methods pass the text
+    to `emit` as it is generated, and return the number of generated tokens."""
 
     name: str
 
@@ -91,7 +92,8 @@ def lines(greeting: str) -> Iterator[str]:
 
 
 def show(answer: Callable[[Emit], int], args: argparse.Namespace) -> str:
-    """Print an answer as it is generated, and return it. In a conversation Ctrl-C ends only the answer."""
+    """Print the answer as `answer` generates it, and return its text. In a conversation Ctrl-C ends only
+    this answer."""
     start, first, parts = time.perf_counter(), 0.0, []
 
     def emit(text: str) -> None:

@@ -59,7 +59,8 @@ def collect(environ: Mapping[str, str], machine: Machine) -> dict[str, dict[str,
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that affect the engine, with possible secrets masked."""
+    """Return the variables of `environ` that affect the engine, with the values of possible secrets
+    masked."""
     return {
         name: "***" if _SECRET.search(name) and not _NO_SECRET.match(name) else _LOGIN.sub("//***@", value)
         for name, value in sorted(environ.items())

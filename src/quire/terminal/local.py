@@ -18,7 +18,7 @@ from quire.terminal import Emit
 
 
 class LocalBackend:
-    """Generates answers with a model in this process."""
+    """Generates answers with a model that runs in this process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = LLM(**engine_args_from(args))

@@ -23,7 +23,7 @@ def api_url(url: str) -> str:
 
 
 class ServerBackend:
-    """Streams answers from a running server."""
+    """Generates answers with a running OpenAI-compatible server, over HTTP."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._client = HttpClient(

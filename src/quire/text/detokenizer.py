@@ -12,8 +12,8 @@ _CONTEXT = 6
 
 
 class Detokenizer:
-    """Converts the output tokens of a request to text: `read` or, for stop strings, `push` and
-    `take_delta`."""
+    """Incremental detokenizer of the output of one request. Without stop strings, `read` returns the new
+    text; with stop strings, `push` searches for them, and `take_delta` returns the new text."""
 
     def __init__(
         self,

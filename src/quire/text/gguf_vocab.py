@@ -62,7 +62,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class GGUFPreTokenizer:
-    """How texts are split into words before byte-level BPE."""
+    """Rules that split a text into words before byte-level BPE."""
 
     splits: tuple[str, ...]
     """Regexes, each applied to the pieces that the regex before it returns."""
@@ -255,7 +255,8 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 
 
 def _added_tokens(tokens: Sequence[str], metadata: Mapping[str, Any], *, special: bool) -> list[AddedToken]:
-    """Return the special tokens, or the user-defined ones, which are matched before texts are split."""
+    """Return the tokens that are matched before texts are split: the special tokens if `special`, else the
+    user-defined ones."""
     types = metadata.get("tokenizer.ggml.token_type")
     if types is None:
         named = _special_tokens(metadata, tokens)

@@ -45,7 +45,7 @@ _DOES_NOT_FIT = "doesn't satisfy the grammar"
 
 
 class Matcher:
-    """The state of one sequence in its grammar."""
+    """The state of one sequence in its grammar, which determines the tokens that may follow."""
 
     def __init__(self, inner: "LLMatcher", lexer: "Lexer") -> None:
         self.inner = inner

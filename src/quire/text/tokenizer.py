@@ -62,7 +62,8 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """The texts of tokens by token id: None for a part of a character, empty for a skipped token."""
+    """The texts of tokens by token id: None for a token with only a part of a UTF-8 character, empty for a
+    skipped token."""
 
     def __init__(self, table: TokenBytes, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -115,7 +116,8 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the token ids of a text and the range of characters of each token."""
+        """Return the token ids of a text, and for each token its range of characters (start, end) in the
+        text."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
 
@@ -250,7 +252,8 @@ class Tokenizer:
         return [self.added_tokens[i].content for i in self.all_special_ids]
 
     def _special_token(self, name: str) -> tuple[str | None, int | None]:
-        """Return the text and the id of a special token, such as `eos_token`; None if missing."""
+        """Return the text and the id of a special token, such as `eos_token`; (None, None) if there is
+        none."""
         token = self.special_tokens_map.get(name)
         return token, None if token is None else self.backend.token_to_id(token)
 
@@ -309,7 +312,8 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
 def _convert_with_transformers(
     path: Path, trust_remote_code: bool
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Convert a vocabulary in an older file format with transformers."""
+    """Convert a vocabulary in an older file format, such as SentencePiece, with transformers. Return the
+    tokenizer and the texts of its special tokens by name."""
     known = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
     file = next((path / name for name in known if (path / name).is_file()), None)
     if file is None:
@@ -335,7 +339,8 @@ def _convert_with_transformers(
 def _add_configured_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
-    """Add tokens to the backend that only the config contains."""
+    """Add to `backend` the tokens that only tokenizer_config.json (`config`) or the special tokens
+    (`special`, texts by name) contain."""
     present = {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}
     configured = [(int(i), AddedToken(**spec)) for i, spec in config.get("added_tokens_decoder", {}).items()]
     for i, token in sorted(configured, key=lambda item: item[0]):

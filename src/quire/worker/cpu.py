@@ -80,8 +80,8 @@ class CpuDevice:
         """Batch of the last step."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Estimate the memory of the largest step: to measure the memory, the step would have to allocate
-        it."""
+        """Return the estimated memory of the largest step: to measure it, the step would have to allocate the
+        memory. `weights` is the size of the weights in bytes."""
         facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         num_samples = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)

@@ -130,7 +130,7 @@ class Device(Protocol):
         The layers have a small cache of `bound` bytes for the measurement, which is not counted."""
 
     def warm_up(self, config: EngineConfig) -> None:
-        """Prepare for the first request, after the cache was allocated."""
+        """Prepare for the first request after the cache was allocated, for example capture CUDA graphs."""
 
     def use_drafter(
         self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
@@ -246,7 +246,8 @@ class Model:
         return self.head(states, self.adapters.plan(LoRATokens(slots)))
 
     def receive_buffer(self, num_tokens: int) -> Tensor | None:
-        """Return a buffer for the output of the previous pipeline stage; None in the first stage."""
+        """Return a buffer [2, num_tokens, hidden] for the output of the previous pipeline stage; None in the
+        first stage."""
         return None if self.link is None or self.link.is_first else self.link.receive_buffer(num_tokens)
 
     def features(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> StepFeatures:
@@ -270,7 +271,8 @@ class Model:
         return self.encoder.concat_embeds(embeds, self.encoder.step(plan, all_rows))
 
     def _last_visible(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
-        """Return `Batch.last_visible`."""
+        """Return [T] int32, the last position that each token of the step attends to; None if all attention
+        is causal."""
         if not self.bidirectional or not (all_rows.items or all_rows.num_bidirectional):
             return None
         last_visible = last_visible_of(plan, all_rows)

@@ -131,7 +131,7 @@ class DiskTier:
         return count
 
     def write(self, keys: Sequence[bytes], contents: ContentsLater) -> None:
-        """Queue blocks for writing that `admit` has counted."""
+        """Queue the blocks that `admit` has accepted, to be written in the background."""
         num_bytes = len(keys) * self.block_bytes
         with self._lock:
             self._num_waiting_bytes += num_bytes

@@ -17,7 +17,8 @@ log = get_logger(__name__)
 
 
 class Balancer:
-    """Counts the tokens of experts over a window of steps, and periodically computes a new placement.
+    """Counts the tokens of experts over a window of steps, and periodically computes a new placement of the
+    experts on the devices.
 
     All devices run the same steps and have the same loads, so that they compute the same placement at the
     same step.
@@ -62,7 +63,7 @@ class Balancer:
         if self.eplb.log_balancedness:
             imbalances = [imbalance(_placement(layer), load) for layer, load in self._unplaced]
             log.info(
-                "EPLB: the busiest device had %.2f times the mean load, %.2f times in the worst layer",
+                "EPLB: the busiest GPU had %.2f times its layer's mean load, %.2f times in the worst layer",
                 sum(imbalances) / len(imbalances),
                 max(imbalances),
             )
@@ -82,7 +83,8 @@ def _placement(layer: Experts) -> Placement:
 
 
 def move(layer: Experts, group: Group, before: Placement, after: Placement) -> None:
-    """Copy the weights of all experts that change their slot, between devices and within a device."""
+    """Copy the weights of all experts of a layer that have another slot in the placement `after` than
+    `before`, between devices and within a device. All ranks of the group must call it."""
     todo = copies_between(before, after)
     out = sorted((m for m in todo if m.source == group.rank), key=lambda m: m.target)
     into = sorted((m for m in todo if m.target == group.rank), key=lambda m: m.source)

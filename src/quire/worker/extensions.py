@@ -14,7 +14,7 @@ from quire.worker.rows import Rows
 
 
 class ConfigView:
-    """A section of the configuration as vLLM names it, with additional `values` that exist only in vLLM."""
+    """A section of the configuration, read by vLLM's names, with additional `values` that only vLLM has."""
 
     def __init__(self, section: Any, **values: Any) -> None:
         self._section = section

@@ -17,7 +17,8 @@ from quire.worker.rows import Rows
 
 
 class StepFeature(Protocol):
-    """A feature that runs before and after the forward pass."""
+    """A feature of requests with work before and after the forward pass of each step, such as prompt
+    logprobs."""
 
     def begin(self, plan: StepPlan) -> None:
         """Prepare a step: its plan is applied to the rows, and nothing is computed yet."""

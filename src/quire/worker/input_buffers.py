@@ -64,7 +64,8 @@ def _layout(sizes: BufferSizes) -> list[tuple[str, type, int]]:
 
 
 def _offsets(sizes: BufferSizes) -> tuple[dict[str, tuple[int, type, int]], int]:
-    """Return the offset, type and length of each array, and the size of the buffer."""
+    """Return the offset in bytes, type and number of elements of each array by name, and the bytes of the
+    buffer."""
     at, places = 0, {}
     for name, kind, length in _layout(sizes):
         places[name] = (at, kind, length)

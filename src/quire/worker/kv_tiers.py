@@ -136,10 +136,10 @@ class BlockCopies(Protocol):
     def start_out(
         self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
     ) -> "CopiedBlocks | None":
-        """Start to copy the entries `ids` to the host, after the submitted steps. Entry i is copied to row
-        `rows[i]` of `slots` if that row is above 0. With `keep`, all entries are also copied to memory that
-        is returned. With `ahead`, the next step, which does not overwrite these entries, may run during the
-        copy."""
+        """Start to copy the entries `ids` to the host, after the submitted steps, without waiting for the
+        copy. Entry i is copied to row `rows[i]` of `slots` if that row is above 0. With `keep`, all entries
+        are also copied to memory that is returned. With `ahead`, the next step, which does not overwrite
+        these entries, may run during the copy."""
 
     def begin_in(self) -> None:
         """Let later copies to the device wait for the steps that were submitted."""
@@ -148,7 +148,7 @@ class BlockCopies(Protocol):
         """Start to copy `contents`, a row of bytes per entry, to the entries `ids`; may run in any thread."""
 
     def wait_in(self) -> None:
-        """Wait until all started copies to the device are done."""
+        """Wait on the host until all started copies to the device are done."""
 
     def take_out_s(self) -> float:
         """Return the duration in seconds of the copies to the host that have ended since the last call."""

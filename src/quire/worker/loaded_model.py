@@ -202,7 +202,10 @@ class LoadedModel:
         if offload.layers:
             LayerPrefetch(self.model, offload.layers, CudaLayerCopies(offload.layers, self.device))
         if not offload.is_pinned:
-            log.warning("Steps run without CUDA graphs: the memory of offloaded weights could not be pinned")
+            log.warning(
+                "Steps run without CUDA graphs: the host memory of offloaded weights could not be pinned; "
+                "check `ulimit -l`"
+            )
 
     @property
     def modules(self) -> nn.ModuleList:
@@ -236,13 +239,14 @@ class LoadedModel:
         return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
     def cache_entries(self, checkpoints: StateCheckpoints | None) -> list[CacheEntries]:
-        """Return the blocks of the allocated cache, and its checkpoints of SSM states if there are any."""
+        """Return access to the allocated cache: to its KV blocks, then to its SSM state checkpoints, if
+        any."""
         pages = cache_pages(caching_layers(self.modules.modules()))
         return [pages] if checkpoints is None else [pages, state_slots(checkpoints)]
 
     def block_copies(self, checkpoints: StateCheckpoints | None) -> list[BlockCopies]:
-        """Return the copies of blocks, and of checkpoints of SSM states if there are any, to the host and
-        back."""
+        """Return the objects that copy KV blocks, and SSM state checkpoints if there are any, between the
+        device and the host."""
         kinds = self.cache_entries(checkpoints)
         if self.device.type == "cpu":
             return [CpuBlockCopies(entries) for entries in kinds]

@@ -79,7 +79,8 @@ class LoRAManager:
         return len(self._cached)
 
     def fetch(self, lora: LoRARequest) -> AdapterFacts:
-        """Read an adapter unless it is in host memory. No slot of the device changes."""
+        """Read an adapter into host memory, unless it is there, and return its facts. No slot of the device
+        changes."""
         if not lora.load_inplace and (adapter := self._find(lora)) is not None:
             return adapter.facts
         return self._read(lora).facts

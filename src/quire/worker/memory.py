@@ -61,7 +61,7 @@ class Needs:
 
 
 def table(needs: Needs, cache: CacheSize) -> str:
-    """Return a table of the memory, one line per use."""
+    """Return a table of device memory for the log: one line per use, with its size."""
     parts = {
         "weights": needs.weights,
         "offload buffers": needs.buffers,
@@ -102,8 +102,8 @@ def measure_peak(run: Callable[[], object]) -> int:
 
 
 def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> CacheRoom:
-    """Return the memory for the cache: a fixed number of bytes if the user set one, otherwise what
-    gpu_memory_utilization leaves beside `other_bytes`."""
+    """Return the memory for the KV cache: kv_cache_memory_bytes if the user set it, otherwise what
+    gpu_memory_utilization leaves beside `other_bytes`, the bytes of all other uses."""
     total = machine.total_bytes
     if cache.kv_cache_memory_bytes is not None:
         kv_bytes = cache.kv_cache_memory_bytes

@@ -34,8 +34,8 @@ class StageLink:
         return 2 * (self.group.size + 1) * num_tokens * self._hidden * self._dtype.itemsize
 
     def receive(self, into: Tensor) -> None:
-        """Receive the message of a step, possibly into a part of a larger buffer. Without tokens there is
-        none."""
+        """Receive the previous stage's output of a step into `into`, which may be part of a larger buffer. On
+        a CPU, raise EngineError if that stage failed."""
         if not into.numel():
             return
         buffer = into if into.is_contiguous() else into.new_empty(into.shape)

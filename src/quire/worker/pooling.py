@@ -196,7 +196,8 @@ class PoolingRunner:
         return vectors
 
     def _finish_rows(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
-        """Finish the vectors of rows; rows with the same parameters, usually all, are finished together."""
+        """Return the output of each row from its pooled vector, by `post_process`; rows with the same
+        parameters, usually all, are processed together."""
         outputs: dict[int, Pooled] = {}
         groups: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):
@@ -217,7 +218,8 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def needs(self, config: EngineConfig, weights: int, bound: int = 0) -> Needs:
-        """Estimate the memory on a CPU; measure the largest step on a GPU, with a cache of `bound` bytes."""
+        """Return the memory that the worker needs besides its cache: estimated on a CPU; on a GPU measured by
+        the largest step, with a cache of `bound` bytes. `weights` is the size of the weights in bytes."""
         limits = config.scheduler
         partial_bytes = self.partial.nbytes
         if self.device.type == "cpu":

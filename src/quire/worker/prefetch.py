@@ -16,7 +16,7 @@ class LayerCopies(Protocol):
         """Let all later copies wait for the computation so far."""
 
     def copy(self, number: int) -> None:
-        """Copy a layer to its buffer."""
+        """Start to copy the weights of a layer to its device buffer."""
 
     def wait(self, number: int) -> None:
         """Let the computation wait for the copy of a layer."""

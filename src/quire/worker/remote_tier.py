@@ -38,7 +38,7 @@ Bytes = NDArray[np.uint8]
 
 
 class RemoteEngines:
-    """The engines that prefixes are loaded from; used by several threads."""
+    """Connections to the engines that KV cache prefixes are loaded from; may be used by several threads."""
 
     def __init__(
         self,

@@ -26,14 +26,15 @@ class StateCheckpoints:
         """Index of the last state of padding; the checkpoint in slot s is at index `last` + s."""
 
     def restore(self, plan: StepPlan) -> None:
-        """Copy the states of admitted rows from their checkpoints, before the plan computes."""
+        """Copy SSM states from checkpoints to the rows that a plan admits with one, before the plan
+        computes."""
         restored = [(new.state, new.row, new.num_computed) for new in plan.admitted if new.state]
         if restored:
             slots, rows, num_tokens = np.array(restored, np.int32).T
             self._copy(self.last + slots, self._states_after(rows, num_tokens))
 
     def save(self, plan: StepPlan) -> None:
-        """Copy the states of rows to checkpoints, after the plan has computed."""
+        """Copy SSM states of rows to the checkpoints that a plan takes, after the plan has computed."""
         if plan.saves.size:
             rows, slots, num_tokens = plan.saves
             self._copy(self._states_after(rows, num_tokens), self.last + slots)

@@ -31,7 +31,7 @@ class WeightTransport(Protocol):
         """Set up the connection by the `init_info` of the trainer."""
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
-        """Return the tensors of an `update_info`, before any of them is received."""
+        """Return name, dtype and shape of each tensor of an `update_info`, before any of them is received."""
 
     def receive(self, info: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
         """Yield the tensors in order. Each is valid until the next one."""

@@ -100,7 +100,8 @@ class Worker:
     # ---- the phases of a start, in order
 
     def start(self) -> CacheSize:
-        """Run all phases of a single worker's start."""
+        """Load the model, measure the memory, allocate the cache and warm up; return the size of the
+        cache."""
         self.load()
         size = self.measure()
         self.allocate(size)
@@ -116,7 +117,10 @@ class Worker:
         if loaded.ep is not None and loaded.ep.is_counted:
             layers = [module for module in loaded.model.modules() if isinstance(module, Experts)]
             self.balancer = Balancer(layers, loaded.ep.group, Eplb.of(self.config.parallel))
-        log.info("Loaded %s of weights in %.2f s", human(loaded.num_bytes), time.monotonic() - started)
+        log.info(
+            "Model loading took %s memory and %.2f seconds",
+            *(human(loaded.num_bytes), time.monotonic() - started),
+        )
 
     def measure(self) -> CacheSize:
         """Return the size of the cache that fits beside the model; layers have a minimal cache meanwhile."""
@@ -296,17 +300,19 @@ class Worker:
         return self._tiers.keys()
 
     def store_blocks(self, stores: BlockStores) -> None:
-        """Copy blocks to lower tiers, after the submitted steps."""
+        """Copy KV cache entries to lower tiers, after the submitted steps."""
         assert self._tiers is not None, "open_tiers() comes first"
         self._tiers.store(msgspec.convert(stores, BlockStores))
 
     def load_blocks(self, load: BlockLoad) -> LoadDone:
-        """Copy blocks to the device; runs in a thread, while steps run."""
+        """Copy KV cache entries from lower tiers to the device, and wait for it; runs in a thread beside
+        steps."""
         assert self._tiers is not None, "open_tiers() comes first"
         return self._tiers.load(load)
 
     def read_blocks(self, ids: list[int], out: memoryview | None, are_states: bool) -> NDArray[np.uint8]:
-        """Return the contents of blocks, or of checkpoints of states; may run in any thread."""
+        """Return the contents of the KV blocks with these ids, or of the SSM state checkpoints, as one row of
+        bytes each, in `out` if it is given; may run in any thread."""
         assert self._tiers is not None, "open_tiers() comes first"
         return self._tiers.read(ids, out, are_states=are_states)
 
@@ -422,7 +428,8 @@ class Worker:
         """Do nothing: the return shows that the worker responds."""
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the bytes of the weights on the device, and the bytes that this process uses of it."""
+        """Return bytes of device memory: `weights`, of the loaded weights, and `used`, of this process in
+        all."""
         is_here = self.model is not None and self._offloaded is None
         weights = self.loaded.num_bytes if is_here else 0
         return {"weights": weights, "used": used_bytes(self.device)}

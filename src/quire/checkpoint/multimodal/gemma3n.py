@@ -14,7 +14,8 @@ key."""
 
 @dataclass(frozen=True, slots=True)
 class Gemma3nFacts:
-    """A conformer (the Universal Speech Model), and the selection of its states that become soft tokens."""
+    """A conformer (the Universal Speech Model), and the selection of its hidden states that become soft
+    tokens."""
 
     layers: int
     hidden: int
@@ -25,15 +26,15 @@ class Gemma3nFacts:
     group_eps: float
     norm_eps: float
     left: int
-    """Number of earlier states that each state attends to."""
+    """Number of earlier hidden states that each hidden state attends to."""
     right: int
-    """Number of later states that each state attends to."""
+    """Number of later hidden states that each hidden state attends to."""
     cap: float
     """Soft cap on attention logits."""
     kernel: int
     """Kernel size of the convolution in a layer."""
     every: int
-    """One of this many consecutive states becomes a token."""
+    """One of this many consecutive hidden states becomes a soft token."""
     residual: float
     """Factor on the output of the feed-forward parts."""
     clip: float

@@ -45,7 +45,7 @@ def read_llava(
     select: str = "default",
 ) -> LlavaFacts:
     """Read the keys that all LLaVA models share. `tower`, `layer` and `select` are defaults: the encoder's
-    model_type, the layer after which states are taken, and the strategy that selects states."""
+    model_type, the layer whose hidden states are taken, and the strategy that selects among them."""
     facts = vit(part(keys, "vision_config"), tower)
     layers = keys.get("vision_feature_layer")
     layers = layer if layers is None else layers

@@ -11,8 +11,8 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class OmniAudioFacts:
-    """The audio encoder: Whisper's layers over chunks of audio. Two states become one token; if `channels` is
-    set, each state (of eight mel frames) becomes one token."""
+    """The audio encoder: Whisper's layers over chunks of audio. Two hidden states become one token; if
+    `channels` is set, each hidden state (of eight mel frames) becomes one token."""
 
     encoder: WhisperFacts
     window: int
@@ -25,7 +25,8 @@ class OmniAudioFacts:
     end_id: int
     """Token after the placeholders of an audio clip."""
     seen: int = 0
-    """Number of consecutive chunks whose states attend to each other; 0: attention stays within a chunk."""
+    """Number of consecutive chunks whose hidden states attend to each other; 0: attention stays within a
+    chunk."""
     channels: int = 0
     """Channels of 2-D convolutions over time and mel bands; 0: the convolutions are over time only."""
 

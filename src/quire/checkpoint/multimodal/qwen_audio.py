@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class QwenAudioFacts:
-    """An audio encoder, and the projector that turns its states into tokens."""
+    """An audio encoder, and the projector that turns its hidden states into decoder tokens."""
 
     encoder: WhisperFacts
     size_out: int
@@ -23,7 +23,8 @@ class QwenAudioFacts:
     layer."""
     bias: bool = True
     stack: int = 0
-    """Number of states that are concatenated for one token; 0: the mean of two states."""
+    """Number of encoder hidden states that are concatenated for one token; 0: the mean of two hidden
+    states."""
 
     @property
     def num_frames(self) -> int:
@@ -37,7 +38,7 @@ class QwenAudioFacts:
 
     @property
     def states(self) -> int:
-        """Return the number of states per token."""
+        """Return the number of encoder hidden states per token."""
         return self.stack or 2
 
     @property

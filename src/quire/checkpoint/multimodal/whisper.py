@@ -17,7 +17,7 @@ class WhisperFacts:
     mels: int
     """Mel bands per frame."""
     positions: int
-    """Number of states of the longest input; a state stands for two mel frames."""
+    """Number of encoder hidden states of the longest input; each stands for two mel frames."""
     activation: str
 
     @property

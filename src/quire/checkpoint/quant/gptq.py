@@ -50,7 +50,8 @@ def _read_dynamic(keys: ConfigReader, scheme: Grouped) -> tuple[LayerRule, ...]:
 
 
 def check_pattern(pattern: str, source: str, written: str) -> str:
-    """Return a regular expression; raise if it is invalid, and quote its form in the config (`written`)."""
+    """Return `pattern` if it is a valid regular expression; otherwise raise a ConfigError that quotes
+    `written`, the form of the pattern in the config `source`."""
     try:
         return re.compile(pattern).pattern
     except re.error as error:
@@ -58,7 +59,7 @@ def check_pattern(pattern: str, source: str, written: str) -> str:
 
 
 def change_scheme(scheme: Grouped, changed: ConfigReader) -> Grouped:
-    """Return the scheme with the settings of single layers."""
+    """Return `scheme` with the settings in `changed`, which apply to single layers."""
     return replace(
         scheme,
         bits=changed.size("bits", scheme.bits),

@@ -14,8 +14,8 @@ from quire.kernels.gguf_grid import GRID_KINDS, resolve
 
 
 class GGUFForm(NamedTuple):
-    """Format in memory of a ggml type. `type` is the number of the ggml type in gguf_pack.c, and `form` the
-    number of the format in matrix.h."""
+    """Layout of a ggml type's weights in memory. `type` is the number of the ggml type in gguf_pack.c, and
+    `form` the number of the format in matrix.h."""
 
     type: int
     form: int

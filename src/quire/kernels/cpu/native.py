@@ -167,7 +167,8 @@ def recording() -> KernelRecorder | None:
 
 
 def find_compiler(name: str | None) -> list[str]:
-    """Return the command of the C compiler `name`; None selects the first compiler on the path."""
+    """Return the command (program and arguments) of the C compiler `name`; None selects the first known one
+    on the path. Raise a NativeError if it is not installed."""
     for candidate in [name] if name else _COMPILERS:
         command = shlex.split(candidate)
         if command and shutil.which(command[0]):

@@ -88,7 +88,8 @@ class Pool:
 
 
 class Tape:
-    """Recorded kernel calls in order. At a replay, inputs must have the same addresses; values may differ."""
+    """Recorded calls of C kernels, which `replay` repeats in order. The inputs must then have the same
+    addresses as in the recording; their values may differ."""
 
     def __init__(self, pool: Pool) -> None:
         self.refused: str | None = None
@@ -163,7 +164,8 @@ def _on_host(device: torch.device | None) -> bool:
 
 @contextmanager
 def record(pool: Pool | None = None) -> Iterator[Tape]:
-    """Record the kernels that run inside. If `Tape.complete`, the tape can replay the whole computation."""
+    """Record the C kernels that run in this context on the tape that it yields. If `Tape.complete`, the tape
+    can replay the whole computation."""
     pool = pool or Pool()
     tape = Tape(pool)
     assert native.recording() is None, "one recording at a time"
@@ -177,7 +179,8 @@ def record(pool: Pool | None = None) -> Iterator[Tape]:
 
 
 class Tapes:
-    """Tapes by key, which are never freed. The second run with a key is recorded, later ones replay it."""
+    """Tapes of computations by key, which are never freed. The first run with a key computes normally, the
+    second is recorded, and later ones replay the tape."""
 
     def __init__(self) -> None:
         self.pool = Pool()

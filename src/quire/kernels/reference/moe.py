@@ -12,7 +12,7 @@ from quire.kernels.reference.fp8 import Scaled, dequantize
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of all experts of a layer. The first half of `gate_up` is the gate projection."""
+    """Weights of all experts of a layer. The first half of the rows of `gate_up` is the gate projection."""
 
     gate_up: Tensor
     """[experts, 2 * intermediate, hidden]"""
@@ -21,7 +21,7 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     gate_up_scale: Tensor | None = None
-    """Scales as in `Scaled`, if the weights are in e4m3."""
+    """Scales of weights in e4m3, in the format of `fp8.Scaled.scale`; None for other dtypes."""
     down_scale: Tensor | None = None
 
     @property

@@ -159,7 +159,8 @@ class ScanInputs(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the gated delta rule besides queries, keys and values. `b` is [T, heads]."""
+    """Inputs of the gated delta rule besides queries, keys and values. `b` [T, heads] gives the weight
+    sigmoid(b) with which a token is written to the state."""
 
     a: Tensor
     """Input of the decay, [T, heads]; [T, heads * key_dim] with a decay per key channel (KDA)."""

@@ -23,7 +23,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Cache(NamedTuple):
-    """Keys and values of one layer; strides are in elements."""
+    """Key and value cache of one layer, as kernel arguments; the strides of blocks and slots are in
+    elements."""
 
     k: Any
     v: Any
@@ -32,7 +33,8 @@ class Cache(NamedTuple):
 
 
 class AttentionSeqs(NamedTuple):
-    """The tensors of `Batch` with these names, and the stride of `block_tables`."""
+    """Sequences of a batch, as kernel arguments: the fields of `Batch` with the names of the first four
+    fields, and the row stride of `block_tables` in elements."""
 
     query_starts: Any
     seq_lens: Any

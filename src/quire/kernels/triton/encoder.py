@@ -23,7 +23,7 @@ _ALIGNED = 16
 
 
 class EncoderShape(NamedTuple):
-    """Keys per tile, and compile options of the kernel."""
+    """Plan of the attention kernel: `block_n` keys per tile, and compile options."""
 
     block_n: int
     num_warps: int

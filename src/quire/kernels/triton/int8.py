@@ -131,8 +131,9 @@ def _widen(
 
 
 class Int8GEMM:
-    """Linear layer x W^T + b for x [M, K] and W [N, K], or `gated`. With `rounds`, many rows of x are
-    quantized in one part, by scales per row or by a `static` scale."""
+    """Linear layer x W^T + b for x [M, K] and W [N, K]. If W has gate rows, then up rows, `gated` returns
+    silu(gate) * up. With `rounds`, the checkpoint is made for int8 activations: many rows of x are quantized
+    in one part, with a scale per row or the `static` scale."""
 
     def __init__(
         self, weight: Int8Codes, bias: Tensor | None, *, rounds: bool = False, static: Tensor | None = None

@@ -237,7 +237,7 @@ def added_to_one(x: Tensor, adapted: LoRAHeads) -> Tensor | None:
 
 def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
     """Return x A^T [T, parts * rank] for x [T, K]; rows without an adapter are undefined. If `late`, the next
-    kernel may read x at once, but the result only after `wait`."""
+    kernel may read x before this one has ended, but must wait for its end before it reads the result."""
     a, rows = adapted.a, adapted.tokens
     (num, size_in), width = x.shape, a.shape[1]
     h = torch.empty(num, width, dtype=x.dtype, device=x.device)

@@ -58,8 +58,8 @@ NO_LORA = AddedRows()
 def _tile_of(
     slots: tl.tensor, work: tl.tensor, strides: tl.tuple, NUM: tl.constexpr, EXPERTS: tl.constexpr
 ) -> tl.tensor:
-    """Return for a program the offset of its adapter's weights, and the range of its rows: the first and the
-    end, which are equal if it has none."""
+    """Return for a program the offset in elements of its adapter's weights, and the range of its rows: the
+    first and the end, which are equal if the program has no rows."""
     first = tl.program_id(0)
     if NUM == 1:
         slot = tl.load(slots + first).to(tl.int64)
@@ -165,7 +165,8 @@ def lora_outputs(
     x: Tensor, adapted: LoRAHeads, *, top: int = 1, late: bool = True, ahead: bool | None = None
 ) -> AddedRows:
     """Return the LoRA outputs that a GEMM kernel adds; row m is computed from row m / top of x. If `late`,
-    the GEMM kernel may read x at once."""
+    the GEMM kernel may read x before the LoRA kernels have ended. `ahead`: use PDL (None: see
+    `overlap`)."""
     a, b, sizes, rows = adapted
     if ahead is None:
         ahead = overlap(len(x), min(a.shape[-1], sum(sizes)))
@@ -212,7 +213,8 @@ class PairAdapters(NamedTuple):
 
     @staticmethod
     def of(adapters: ExpertAdapters, ids: Tensor) -> "PairAdapters":
-        """Build the pairs of all tokens and their experts `ids` [T, per_token]; no id is below 0."""
+        """Return the LoRA weights with the (token, expert) pairs of all tokens, whose experts are `ids` [T,
+        per_token]; no id may be below 0."""
         num_slots, num_experts = adapters.down_a.shape[:2]
         slots = adapters.tokens[:, None]
         pairs = torch.where(slots >= 0, slots * num_experts + ids, -1).flatten()

@@ -245,9 +245,9 @@ def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor
 
 
 def takes_along(plan: Plan, adapted: LoRAHeads) -> bool:
-    """Whether the GEMM kernel of `plan` adds the LoRA outputs of `adapted`. If it reads B, the outputs of a
-    program must belong to one part, and registers must suffice for its sums. In the batch-invariant mode a
-    separate kernel always adds them after rounding."""
+    """Whether the GEMM kernel of `plan` itself adds the LoRA outputs of `adapted`. If it also has to multiply
+    by the LoRA matrix B, the outputs of a program must belong to one part of the layer (such as queries), and
+    registers must suffice for their sums. In the batch-invariant mode, a separate kernel adds the outputs."""
     if batch_invariant.is_on():
         return False
     if isinstance(plan, TilesPlan) and adapted.tokens.few is None:

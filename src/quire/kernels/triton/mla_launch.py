@@ -23,7 +23,8 @@ GATHERED_KEYS = 16
 
 
 class MLASizes(NamedTuple):
-    """MLA sizes and scales of one layer."""
+    """Sizes of one MLA layer: query heads, latent `rank`, and the unrotated (`nope`), rotated (`rope`) and
+    value (`v`) parts of a head. `scale` is the factor of the attention scores."""
 
     heads: int
     rank: int
@@ -166,8 +167,9 @@ def attend_tiles(
     sizes: MLASizes,
     shape: AttentionShape,
 ) -> None:
-    """Compute attention of the queries q [T, heads, nope + rope] to expanded keys and values `kv` [keys,
-    heads, nope + v] and rotated keys `turned` [keys, rope], for some of the layer's heads."""
+    """Write the attention of the queries q [T, heads, nope + rope] to `out`, for some of the layer's heads:
+    over expanded keys and values `kv` [keys, heads, nope + v] and rotated keys `turned` [keys, rope]. `work`
+    lists the tiles of queries as in the kernel `mla.tiles`."""
     launch(kernels.tiles, len(work), kv.shape[1])(
         out, out.stride(0), q, q.stride(0), kv, kv.stride(0), turned, turned.stride(0), seqs, work,
         _scores(sizes.scale), NOPE=sizes.nope, ROPE=sizes.rope, V=sizes.v, BLOCK_M=shape.block_m,

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import allocate_indices, follow, launch, overlap
 
 Sorted = tuple[Tensor, Tensor]
-"""Result of `sort`: the sorted pairs, and the tiles."""
+"""Result of `sort`: indices of the (token, expert) pairs in order of their expert, and the table of tiles."""
 _SUMMED = 1024
 """Elements of a token per program of `_sum`."""
 _MOST_AHEAD = 256
@@ -115,7 +115,8 @@ def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
 
 
 class ExpertGEMM(Protocol):
-    """Function that writes a row of `out` for each sorted pair, from rows x of tokens or of sorted pairs."""
+    """GEMM of a projection of all experts, which writes a row of `out` for each sorted (token, expert) pair,
+    from rows x of tokens or of sorted pairs. If `ahead`, its kernels are launched with PDL."""
 
     def __call__(self, out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None: ...
 

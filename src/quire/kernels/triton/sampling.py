@@ -42,7 +42,7 @@ class ConstrainedDevice(NamedTuple):
     """Grammar masks of rows on the device."""
 
     mask_of: Tensor
-    """[N] int32, index of the mask of each row, FREE for none; LATER in all rows skips the sampling"""
+    """[N] int32, index of each row's mask; FREE: none; LATER (then in all rows): the kernels do not sample"""
     width: Tensor
     """[1] int32, number of words per mask"""
     bits: Tensor

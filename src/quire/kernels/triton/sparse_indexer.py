@@ -43,8 +43,8 @@ def _score(
 def scores(
     q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, seen: Tensor, width: int
 ) -> Tensor:
-    """Return the score [T, width] of each earlier token for each of T tokens; the reference, with the
-    arguments, is `reference` of `attention/sparse_indices.py`."""
+    """Return for each of T tokens the scores [T, width] of the keys at the first `width` positions of its
+    sequence; the reference, with the arguments, is `reference` of `attention/sparse_indices.py`."""
     (num, heads, dim), block_size = q.shape, keys.shape[1]
     out = torch.empty(num, width, dtype=torch.float32, device=q.device)
     launch(_score, num, triton.cdiv(width, _KEYS))(

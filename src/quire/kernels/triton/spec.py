@@ -161,8 +161,9 @@ def verify(
     """Accept draft tokens and add the new tokens to `state`. Return [B + N] int32: for each sequence the
     number of new tokens (0 without samples), from bit DRAFTED on its number of drafts; then all N tokens.
 
-    `drawn` [N] int64 are the sampled tokens. With `rates` [most] float32, decreasing, a draft is accepted if
-    a random number from the sequence's seed (in `seeds` [N]) and length is below its rate. If the value of
+    `drawn` [N] int64 are the sampled tokens. With `rates` [most] float32 (synthetic acceptance), draft i is
+    accepted, whatever was sampled, if a random number is below rates[i], which decrease; all drafts of a step
+    share this number, which depends on the sequence's length and seed (in `seeds` [N]). If the value of
     `later` is LATER, nothing is done.
     """
     out = torch.empty(len(step.rows) + len(drawn), dtype=torch.int32, device=drawn.device)

@@ -26,7 +26,7 @@ from quire.kernels.triton.mamba2 import silu
 
 
 class SSMShape(NamedTuple):
-    """Number of dimensions of a head per program, and compile options."""
+    """Plan of an SSM kernel: the number of dimensions of a head per program, and compile options."""
 
     dim: int
     warps: int

@@ -26,7 +26,8 @@ class Tower(nn.Module):
 
     @staticmethod
     def heads(facts: Any) -> tuple[int, ...]:
-        """Return the head counts of the encoders, or () if the tower does not support tensor parallelism."""
+        """Return the number of attention heads of each encoder; () if the tower does not support tensor
+        parallelism."""
         return (getattr(facts, "vit", facts).heads,)
 
     @classmethod
@@ -36,17 +37,18 @@ class Tower(nn.Module):
         return bool(heads) and all(number % count == 0 for number in heads)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode all items in one batch; return [num_vectors, hidden * (1 + deepstack levels)] each. An item
-        maps the array names of the family's processor to tensors on the device."""
+        """Encode all items in one batch; return the vectors of each item, [num_vectors, hidden * (1 +
+        deepstack levels)]. An item maps the array names of the family's processor to tensors on the
+        device."""
         raise NotImplementedError
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        """Return a blank item of about `num_vectors` vectors, for memory profiling."""
+        """Return the arrays by name of a blank item of about `num_vectors` vectors, for memory profiling."""
         raise NotImplementedError
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        """Estimate the relative compute cost of an item from the shapes of its arrays, to balance items over
-        devices."""
+        """Estimate the relative compute cost of an item, without unit, from the shapes of its arrays by name,
+        to balance items over devices."""
         raise NotImplementedError
 
 
@@ -70,8 +72,8 @@ TOWERS = LazyTable(
 
 
 def is_tensor_parallel(media: MediaFacts, mode: str, count: int) -> bool:
-    """Return whether the tower is tensor-parallel over `count` devices. Otherwise each device has a full copy
-    and encodes some of the items."""
+    """Return whether the tower is tensor-parallel over `count` devices; never if `mode` (mm_encoder_tp_mode)
+    is "data". Otherwise each device has a full copy and encodes some of the items."""
     can_shard = getattr(TOWERS[media.family], "can_shard", None)
     if count == 1 or mode == "data":
         return False

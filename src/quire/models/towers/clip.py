@@ -31,10 +31,11 @@ _NAMES = ("model.vision_tower.vision_model", "model.vision_tower", "model.vision
 
 
 class ViT(nn.Module):
-    """Patch and position embeddings, the first `depth` layers, and with `is_normed` the final norm.
+    """ViT of CLIP and SigLIP: patch and position embeddings, the first `depth` layers, and with `is_normed`
+    the final norm.
 
-    CLIP also has a class embedding at the front, a norm before the layers, and no bias of patch embeddings.
-    """
+    CLIP also has a class embedding at the front, a norm before the layers, and no bias of patch
+    embeddings."""
 
     def __init__(self, facts: ViTFacts, depth: int, scope: Scope, *, is_normed: bool = False) -> None:
         super().__init__()
@@ -253,7 +254,7 @@ def compute_position_ids(side: int) -> Tensor:
 
 
 class GemmaProjector(nn.Module):
-    """Mean of each square of patches, norm, projection to the decoder's size."""
+    """Projector of Gemma 3: mean of each square of patches, norm, projection to the decoder's size."""
 
     def __init__(self, facts: GemmaFacts, scope: Scope) -> None:
         super().__init__()

@@ -80,7 +80,8 @@ class Gemma4VisionLayer(nn.Module):
 
 
 def _rotate_axes(x: Tensor, axes: Axes) -> Tensor:
-    """Rotate the first half of each head by the column of the patch, the second by its row."""
+    """Apply 2D RoPE to x: rotate the first half of each head by the column of the patch, the second by its
+    row."""
     parts = zip(x.chunk(2, -1), axes, strict=True)
     return torch.cat([rotate(part, cos, sin) for part, (cos, sin) in parts], -1)
 

@@ -30,7 +30,8 @@ def _style(facts: GridFacts) -> VisionStyle:
 
 
 class Glm4vMerger(nn.Module):
-    """Convolution of each square of patches to a vector, projection, norm, GELU, gated MLP."""
+    """Merger of GLM-V: a convolution of each square of patches to a vector, projection, norm, GELU, gated
+    MLP."""
 
     def __init__(self, facts: GridFacts, scope: Scope) -> None:
         super().__init__()

@@ -175,11 +175,13 @@ class GridTower(Tower):
         return torch.from_numpy(sizes).to(self.device, non_blocking=True)
 
     def angles(self, places: Tensor) -> Angles:
-        """Return 2D RoPE angles: half of each head rotates by the row, half by the column."""
+        """Return the 2D RoPE angles of patches at `places` [T, 2] (row, column): half of each head rotates by
+        the row, half by the column."""
         head_dim = self.facts.hidden // self.facts.heads
         return axial_rope(places, axial_frequencies(head_dim, _THETA, self.device))
 
     def images(self, grids: Sequence[PatchGrid]) -> Spans:
-        """Return the attention spans: the patches of one image, or of one time step of a video."""
+        """Return the token ranges within which patches attend to each other: one image, or one time step of a
+        video."""
         lens = [grid.height * grid.width for grid in grids for _ in range(grid.steps)]
         return spans_of(np.array(lens, np.int32), self.device)

@@ -59,7 +59,7 @@ TRANSFORMERS = InternNames(
 
 
 class InternViT(nn.Module):
-    """Patch, class and position embeddings, layers, and an optional final norm."""
+    """ViT of InternVL: patch, class and position embeddings, layers, and an optional final norm."""
 
     def __init__(self, facts: InternFacts, names: InternNames, scope: Scope) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ _STYLE = VisionStyle(
     pairs=True,
 )
 Clip = tuple[int, int, int]
-"""Frames, and rows and columns of patches."""
+"""Size of a video clip or image: number of frames, and rows and columns of patches of a frame."""
 
 
 class MoonViT(nn.Module):
@@ -48,7 +48,8 @@ class MoonViT(nn.Module):
         """RoPE frequencies: even pairs rotate by the column, odd pairs by the row."""
 
     def forward(self, images: Sequence[Tensor], clips: Sequence[Clip]) -> Tensor:
-        """Encode clips [frames, 3, height, width] to [patches of all, hidden]; attention is per clip."""
+        """Encode clips [frames, 3, height, width] to the hidden states of all their patches, [T, hidden];
+        patches attend within their clip."""
         flat = torch.cat([patches_of(frames, self.facts.patch).flatten(0, 1) for frames in images])
         x = self.patches(flat) + torch.cat([self.clip_positions(clip) for clip in clips])
         angles = torch.cat(

@@ -17,7 +17,7 @@ _STYLE = VisionStyle(norms=("input_layernorm", "post_attention_layernorm"), out=
 
 
 class Llama4ViT(nn.Module):
-    """Patch embedding followed by a class embedding, which is not rotated, and layers."""
+    """ViT of Llama 4: patch embeddings, then a class embedding, which RoPE does not rotate, and layers."""
 
     def __init__(self, facts: Llama4Facts, scope: Scope) -> None:
         super().__init__()

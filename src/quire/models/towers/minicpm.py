@@ -35,7 +35,7 @@ _SQUARE = 64
 
 
 class MiniCPMMerger(nn.Module):
-    """Norm and MLP that merge 2 x 2 patches to one vector."""
+    """Merger of MiniCPM-V: norm and MLP that merge 2 x 2 patches to one vector."""
 
     def __init__(self, hidden: int, inner: int, size_out: int, activation: str, scope: Scope) -> None:
         super().__init__()
@@ -86,7 +86,8 @@ class NaViT(nn.Module):
         self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "post_layernorm")
 
     def forward(self, flat: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, Sequence[Grid]]:
-        """Encode flat patches of all images to [T, hidden]; return these and their grids after merging."""
+        """Encode the flat patches of all images. Return hidden states [T, hidden] and, for each image, its
+        rows and columns of patches, which the inner merger may have reduced."""
         position_ids = torch.cat([self.position_ids(grid) for grid in grids])
         x = self.patches(flat) + self.places.vectors[position_ids.to(self.device, non_blocking=True)]
         spans = self.spans(grids)
@@ -167,7 +168,8 @@ class MiniCPMV(AnySizeTower):
             self.merger = MiniCPMMerger(size, 4 * size, tower.size_out, "gelu", scope / "model.merger.mlp.0")
 
     def stacks(self, item: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return, for each frame, the whole frame, then its slices."""
+        """Return stacks of images of one shape, in prompt order: of each image or video frame the whole, then
+        slices."""
         wholes, slices = item["pixels"], item.get("slices")
         if wholes.ndim == 3:
             wholes, slices = wholes[None], None if slices is None else slices[None]
@@ -184,7 +186,8 @@ class MiniCPMV(AnySizeTower):
         return self.merger(squares_of(x, merged, 2)), [math.prod(grid) // 4 for grid in merged]
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        """Return an image with as many slices as fit, and a whole image for the remaining vectors."""
+        """Return the arrays of a blank image of about `num_vectors` vectors: as many slices as fit, and a
+        whole image for the remaining vectors."""
         per_slice, unit = self.facts.queries or _SQUARE, self.facts.vit.patch * self.facts.unit
         count = (num_vectors - 1) // per_slice
         side = unit * (32 if self.facts.queries else 8)

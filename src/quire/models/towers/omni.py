@@ -45,7 +45,7 @@ class OmniAudioTower(nn.Module):
         self.out = WholeLinear(hidden, facts.size_out, scope / "proj", bias=True)
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """Encode the [frames, mels] of each item to [vectors, size_out]."""
+        """Encode the log-mel spectrogram [frames, mels] of each item to [vectors, size_out]."""
         chunks = [chunk for mel in mels for chunk in mel.split(self.facts.window)]
         convolved = self.conv1([F.pad(chunk, (0, 0, 0, 1)) for chunk in chunks])
         states = self.conv2([F.pad(x, (0, 0, 0, len(x) % 2)) for x in convolved])

@@ -30,7 +30,7 @@ _STYLE = VisionStyle(
 
 
 class PixtralViT(nn.Module):
-    """Patch embedding, norm, layers."""
+    """ViT of Pixtral: patch embedding, norm, layers with 2D RoPE."""
 
     def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class PixtralViT(nn.Module):
         """[2, head_dim / 4] RoPE frequencies: even ones for rows, odd ones for columns."""
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode images [3, height, width] to [patches of all, hidden]."""
+        """Encode images [3, height, width] to the hidden states of the patches of all images, [T, hidden]."""
         patch = self.facts.patch
         grids = [grid_of(image, patch) for image in images]
         flat = torch.cat([patches_of(image[None], patch)[0] for image in images])

@@ -63,14 +63,15 @@ class Qwen3OmniAudioTower(nn.Module):
         )
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """Encode the [frames, mels] of each item to [vectors, size_out]."""
+        """Encode the log-mel spectrogram [frames, mels] of each item to [vectors, size_out]."""
         states = [self._downsample(mel) for mel in mels]
         lens = [len(part) for x in states for part in x.split(self.facts.seen * len(self.places))]
         vectors: Tensor = self.out(self.norm.normalize(self.layers(torch.cat(states), lens)))
         return list(vectors.split([len(state) for state in states]))
 
     def _downsample(self, mel: Tensor) -> Tensor:
-        """Return the states [states, hidden] of [frames, mels]; positions restart in each chunk."""
+        """Return the hidden states [states, hidden] of a spectrogram [frames, mels], downsampled by 8 in
+        time; positions restart in each chunk."""
         window, count = self.facts.window, len(mel)
         is_padded = count > window or self.pads_alone
         padded = F.pad(mel, (0, 0, 0, -count % window)) if is_padded else mel

@@ -55,7 +55,8 @@ class WhisperEncoder(nn.Module):
         self.layers = vision_layers(facts, facts.layers, scope / "layers", WHISPER)
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """Encode [2 * states + 1, mels] of each item, including one padding frame, to [states, hidden]."""
+        """Encode the log-mel spectrogram of each item, [2 * states + 1, mels] with one padding frame at the
+        end, to hidden states [states, hidden]."""
         states: Sequence[Tensor] = mels
         for convolution in self.convolutions:
             states = convolution(states)
@@ -112,7 +113,8 @@ class QwenAudio(Tower):
         return list(vectors.split([sum(next(counts) for _ in chunks) for chunks in mels]))
 
     def _pool(self, groups: Tensor) -> Tensor:
-        """Pool groups of states [vectors, states, hidden] by concatenation or by their mean, with a norm."""
+        """Pool each group of hidden states, [vectors, states per group, hidden], to one vector: by
+        concatenation, or by their mean with a norm."""
         if self.facts.stack:
             return self.norm.normalize(groups.flatten(0, 1)).view(len(groups), -1)
         return self.norm.normalize(groups.mean(1))

@@ -70,7 +70,7 @@ class Processor(Protocol):
         item. It is empty for models that cross-attend to the item."""
 
     def text(self, modality: str, number: int) -> str:
-        """Return the text of the mark of an item, which is added to messages if the chat template takes only
+        """Return the placeholder text of an item, which is added to messages if the chat template takes only
         text. `number` counts the items of this modality in the conversation, from 1."""
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
@@ -82,17 +82,17 @@ class Processor(Protocol):
         `image_grid_thw`. In the result, they are the array `embeds`, which bypasses the encoder."""
 
     def max_vectors(self, modality: str) -> int:
-        """Return the number of embeddings of the largest possible item."""
+        """Return the number of embeddings of the largest possible item of a modality."""
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        """Return the size of the largest possible item: width and height; or number of frames, width and
-        height; or number of samples."""
+        """Return the size of the largest possible item: (width, height) of an image, (num_frames, width,
+        height) of a video, or (num_samples,) of audio."""
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
     ) -> Array | None:
-        """Return the M-RoPE positions of a prompt (`Media.positions`), or None for models with plain
-        positions. `facts` are the `ProcessedItem.facts` of the items."""
+        """Return the M-RoPE positions of a prompt, [3, num_tokens] (time, height, width), or None for models
+        with plain positions. `facts` are the `ProcessedItem.facts` of the items."""
 
 
 @runtime_checkable

@@ -59,7 +59,8 @@ class AnyresProcessor(ImageProcessor):
         return ProcessedItem([self.image_id] * arrays["places"].shape[0], arrays=arrays)
 
     def _padded(self, image: Image.Image, keys: ConfigReader) -> Pixels:
-        """Resize an image to fit into the best shape for it, and center it on black."""
+        """Resize an image to fit into the best of the model's tiled shapes, and center it on a black
+        background."""
         high, wide = shape = best_shape(image.size[::-1], self.facts.shapes)
         size = fit_size(image.size[::-1], shape, rounding=math.ceil)
         out = np.zeros((high, wide, 3), np.uint8)
@@ -112,8 +113,8 @@ class AnyresProcessor(ImageProcessor):
 
 @lru_cache
 def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
-    """Return the shape (height and width) in which a resized image has the most pixels, up to its original
-    number; among equals, the one with the least padding."""
+    """Return the one of `shapes` (height, width) in which a resized image keeps the most of its pixels; among
+    equals, the one with the least padding."""
     height, width = image
 
     def worth(shape: Size) -> tuple[int, int]:
@@ -127,12 +128,12 @@ def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
 def order_of(
     image: Size, shape: Size, tile: int, side: int, most_tiles: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-    """Return the index of the patch that shows each part of an image, [rows, columns, 1], and None. `shape`
-    is the size of the tiled image in pixels; `tile` and `side` are the sides of a tile in pixels and in
-    patches.
+    """Return the index of the patch that shows each part of an image, [rows, columns, 1], and None for
+    weights. `shape` is the size of the tiled image in pixels; `tile` and `side` are the sides of a tile in
+    pixels and in patches.
 
-    If there are too many patches, return the four patches around each point, [rows, columns, 4], and their
-    weights for bilinear interpolation."""
+    If there are too many patches, return the indices of the four patches around each point, [rows, columns,
+    4], and their weights for bilinear interpolation."""
     rows, columns = shape[0] // tile, shape[1] // tile
     tiles = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
     numbers = tiles.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)

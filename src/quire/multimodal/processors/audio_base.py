@@ -47,7 +47,8 @@ MIN_FRAMES = 3
 
 
 def num_chunk_vectors(frames: int, window: int) -> int:
-    """Return the number of embeddings of an encoder that reads `frames` in chunks of `window` frames."""
+    """Return the number of embeddings of audio with `frames` spectrogram frames, which the encoder reads in
+    chunks of `window` frames."""
     chunks, rest = divmod(frames, window)
     return chunks * -(-window // 8) - (-rest // 8)
 
@@ -66,7 +67,7 @@ class AudioProcessor:
 
     @property
     def max_samples(self) -> int:
-        """Return the number of samples of one input of the encoder."""
+        """Return the number of samples that one input of the encoder has, including padding."""
         return self.facts.num_frames * self.hop
 
     @property

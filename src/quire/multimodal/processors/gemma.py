@@ -91,7 +91,8 @@ class Gemma3Processor(ImageProcessor):
 
 
 def crops(image: Image.Image, keys: ConfigReader) -> list[Image.Image]:
-    """Return the pan-and-scan crops: about as many squares as fit along a long image; else none."""
+    """Return the pan-and-scan crops: pieces along the longer side of an image, about square; [] if there are
+    none."""
     if not keys.flag("do_pan_and_scan"):
         return []
     least = keys.size("pan_and_scan_min_crop_size", 256)

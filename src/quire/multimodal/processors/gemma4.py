@@ -48,7 +48,8 @@ class Gemma4Processor(ImageProcessor):
         return most
 
     def _size(self, image: Size, most: int) -> Size:
-        """Return the largest size of at most `most` squares of patches, with about the image's shape."""
+        """Return the largest (height, width) in pixels with about the image's aspect ratio and at most `most`
+        squares of patches."""
         unit, factor = self.unit, math.sqrt(most * self.unit**2 / (image[0] * image[1]))
         height, width = (int(factor * side / unit) * unit for side in image)
         if height == 0:
@@ -61,5 +62,6 @@ class Gemma4Processor(ImageProcessor):
         return self._max_soft_tokens(self.settings)
 
     def largest(self, modality: str) -> tuple[int, int]:
-        """Return the size of an image that is a single row of squares, which uses all soft tokens."""
+        """Return the width and height in pixels of an image of one row of squares, which uses all soft
+        tokens."""
         return self._max_soft_tokens(self.settings) * self.unit, self.unit

@@ -50,8 +50,9 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
 def sample_frames(
     video: Video, settings: GridSettings, times: str
 ) -> tuple[list[int], list[int], float | None]:
-    """Return the indices of the sampled frames, their indices in the source video, and its frames per second
-    (None: unknown). `times` is `GridFacts.times`, by which the sampling function is chosen."""
+    """Return the indices of the sampled frames in `video`, their indices in the source video, and the frames
+    per second of the source video (None: unknown). `times` is `GridFacts.times`, by which the sampling
+    function is chosen."""
     count = len(video.frames)
     total = max(video.total_frames, count)
     indices = list(video.indices) or [int(i) for i in np.linspace(0, total - 1, count).round()]
@@ -65,7 +66,8 @@ def sample_frames(
 
 
 def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Sample frames as Qwen2-VL does: evenly, and a multiple of the number of frames per patch."""
+    """Return frame indices, sampled as for Qwen2-VL: evenly, and a multiple of the number of frames per
+    patch."""
     depth = settings.frames
     num_sampled: float
     if settings.num_frames is not None:
@@ -82,7 +84,7 @@ def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Sample frames as Qwen3-VL does: evenly, from the first to the last frame."""
+    """Return frame indices, sampled as for Qwen3-VL: evenly, from the first to the last frame."""
     num_sampled = settings.num_frames
     if num_sampled is None and settings.fps is not None:
         num_sampled = min(max(int(count / fps * settings.fps), settings.min_frames), settings.max_frames)
@@ -91,7 +93,8 @@ def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Sample an even number of frames as GLM-4.1V does: the first frame at or after each time."""
+    """Return an even number of frame indices, sampled as for GLM-4.1V: the first frame at or after each of
+    evenly spaced times."""
     last, rate = count - 1, settings.fps or 2.0
     seconds = round(last / fps) + 1
     if seconds <= settings.max_seconds:
@@ -110,7 +113,7 @@ def _even(chosen: list[int]) -> list[int]:
 
 
 def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Sample frames as GLM-4.6V does: the longer the video, the fewer frames per second."""
+    """Return frame indices, sampled as for GLM-4.6V: the longer the video, the fewer frames per second."""
     last, depth = count - 1, settings.frames
     seconds = round(last / fps) + 1
     rate = next((rate for most, rate in _RATES if seconds <= most), _RATES[-1][1])
@@ -129,7 +132,8 @@ def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 _RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
-"""Length of a video in seconds, and the steps per second that are sampled from videos up to this length."""
+"""Pairs of a maximum video length in seconds and the number of steps (patches in time) per second to
+sample."""
 _MAX_FRAMES = 640
 _SAMPLERS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_length}
 """Sampling functions by `GridFacts.times`, the way in which a model writes the times of frames."""

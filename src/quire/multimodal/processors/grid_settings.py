@@ -51,11 +51,12 @@ class GridSettings:
     samples_frames: bool = False
     """Whether frames are sampled from a video of which all frames were decoded."""
     is_requested: bool = False
-    """Whether the request sets sampling options, which then apply to videos that were sampled before, too."""
+    """Whether the request sets sampling options. They then also apply to videos of which frames were sampled
+    in decoding."""
     fps: float | None = None
-    """Number of frames per second to sample."""
+    """Number of frames per second of video to sample; None if `num_frames` or no rate is set."""
     num_frames: int | None = None
-    """Total number of frames to sample."""
+    """Total number of frames to sample from a video; None if it follows from `fps`."""
     min_frames: int = 4
     max_frames: int = 768
     """Maximum number of frames; 1 for images."""
@@ -68,7 +69,8 @@ class GridSettings:
         return self.patch * self.merge
 
     def size_of(self, height: int, width: int, num_frames: int = 0) -> tuple[int, int]:
-        """Return the height and width that an image, or each frame, is resized to."""
+        """Return the (height, width) in pixels to which an image, or each of `num_frames` frames of a video,
+        is resized. Raise a RequestError if it is too narrow."""
         unit, frames = self.unit, (num_frames or self.frames) if self.counts_frames else 1
         if self.counts_frames and min(height, width) < unit:
             scale = max(unit / height, unit / width)

@@ -21,7 +21,8 @@ _LONGEST = 4096
 
 
 class Idefics3Processor(ImageProcessor):
-    """Resizes an image twice: to the `longest_edge` of the settings, then to whole tiles."""
+    """Processor of Idefics 3 and SmolVLM. It resizes an image twice: to the `longest_edge` of the settings,
+    then to whole tiles."""
 
     arguments = (*IMAGE_ARGUMENTS, "do_image_splitting", "max_image_size")
     mean = std = HALF

@@ -81,7 +81,8 @@ class KimiVLProcessor(ImageProcessor):
         return self._video_mark if modality == "video" else self._framed("image", super().text(modality, 1))
 
     def rewrite_text(self, text: str) -> str:
-        """Replace the placeholder of a video by the text that is tokenized."""
+        """Replace each video placeholder of the chat template by the text of the model's video placeholder
+        tokens."""
         return text.replace(_VIDEO_MARK, self._video_mark) if "video" in self.modalities else text
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
@@ -128,7 +129,8 @@ class KimiVLProcessor(ImageProcessor):
         return np.pad(pixels, ((0, below), (0, right), (0, 0)))
 
     def _reduced_size(self, image: Size, keys: ConfigReader) -> Size:
-        """Return the size of an image, reduced if it has too many patches in all or along a side."""
+        """Return the (height, width) in pixels of an image, reduced if it has too many patches in all or
+        along a side."""
         for name in ("max_patches", "max_side"):
             if keys.size(name, 1) > _MAX_PATCHES:
                 raise keys.wrong(name, f"{_MAX_PATCHES} at most")

@@ -21,7 +21,8 @@ _MAX_TOKENS = 4096
 
 
 class Lfm2VLProcessor(ImageProcessor):
-    """Resizes an image to whole squares of patches, one per token. A large image is also cut into tiles."""
+    """Processor of LFM2-VL. It resizes an image to whole squares of patches, each of which becomes one token;
+    a large image is also cut into tiles."""
 
     arguments = (
         *IMAGE_ARGUMENTS,
@@ -74,14 +75,15 @@ class Lfm2VLProcessor(ImageProcessor):
         return [*span, *[self.image_id] * num_whole, self.end]
 
     def _token_limits(self, keys: ConfigReader) -> tuple[int, int]:
-        """Return the smallest and the largest number of tokens of a whole image."""
+        """Return the minimum and the maximum number of tokens of the whole image (not its tiles)."""
         least, most = keys.size("min_image_tokens", 64), keys.size("max_image_tokens", 256)
         if not least <= most <= _MAX_TOKENS:
             raise keys.wrong("max_image_tokens", f"from min_image_tokens ({least}) to {_MAX_TOKENS}")
         return least, most
 
     def _whole_size(self, image: Size, keys: ConfigReader) -> Size:
-        """Return the size to resize the whole image to: squares of patches, as many as the settings allow."""
+        """Return the (height, width) in pixels to resize the whole image to: whole squares of patches, within
+        the limits of tokens."""
         unit, area = self.unit, image[0] * image[1]
         least, most = (count * unit**2 for count in self._token_limits(keys))
         height, width = (max(unit, round(side / unit) * unit) for side in image)

@@ -38,7 +38,7 @@ _FRAME_SLICES = 1
 """Default maximum number of slices of a video frame."""
 _OLDER = {"norm_mean": "image_mean", "norm_std": "image_std"}
 _ALWAYS = ("size", "do_resize")
-"""Arguments that are not supported, since the size of the input follows from that of the image."""
+"""mm_processor_kwargs that requests may not set, since the input size follows from the size of the image."""
 _LONGEST = 2048
 """Maximum `scale_resolution` that a request may set: the side in pixels of the square of a whole image."""
 _LARGEST = 2
@@ -146,8 +146,8 @@ class MiniCPMVProcessor(ImageProcessor):
         return Cut(whole, piece, rows, columns)
 
     def _fitted(self, size: tuple[float, float], side: int, *, grows: bool) -> Size:
-        """Return a height and width, rounded to whole units. A size larger than a square of this side, or any
-        size if `grows`, is first scaled to about as many pixels as the square."""
+        """Return `size` (height, width) in pixels, rounded to squares of merged patches. A size larger than a
+        square of `side` pixels, or any size if `grows`, is first scaled to about the area of that square."""
         unit = self.facts.vit.patch * self.facts.unit
         height, width = size
         if height * width > side * side or grows:
@@ -226,13 +226,13 @@ def _near(length: float, unit: int) -> int:
 
 
 def _slice_size(size: Size, grid: Size) -> tuple[float, float]:
-    """Return the size of the part of an image that becomes one slice."""
+    """Return the (height, width) in pixels of the part of an image that becomes one slice of `grid`."""
     return _near(size[0], grid[0]) / grid[0], _near(size[1], grid[1]) / grid[1]
 
 
 def grid_of(image: Size, side: int, most: int) -> Size:
-    """Return the rows and columns of slices, nearest to the image's aspect ratio, for about as many slices as
-    the image has squares of this side; 0 and 0 if the image is not larger than one square."""
+    """Return the rows and columns of slices of an image, near its aspect ratio: about as many slices as it
+    has squares of `side` pixels, and at most `most`. Return 0 and 0 if it is not larger than one square."""
     height, width = image
     count = min(math.ceil(width * height / (side * side)), most)
     if count <= 1:

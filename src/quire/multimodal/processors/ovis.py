@@ -88,7 +88,8 @@ def covering(size: Size, side: int, most: int) -> Size:
 
 
 def _shown(size: Size, grid: Size, side: int) -> float:
-    """Return the number of pixels that remain if an image is cut by `grid` and parts shrink to tiles."""
+    """Return the number of pixels that an image has after it is cut into `grid` (rows, columns), and parts
+    larger than a tile of `side` pixels are reduced to a tile."""
     edges = [
         [length // count] * (count - 1) + [length - length // count * (count - 1)]
         for length, count in zip(size, grid, strict=True)

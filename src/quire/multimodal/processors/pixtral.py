@@ -31,7 +31,8 @@ class PixtralProcessor(ImageProcessor):
         """Number of pixels of which the height and width of a resized image are multiples."""
 
     def _unit(self) -> int:
-        """Return the `patch_size` of the settings: one patch, or a square of merged patches."""
+        """Return `patch_size` of the settings: the side in pixels of a patch, or of a square of merged
+        patches."""
         patch_size = self.settings.get("patch_size")
         if isinstance(patch_size, dict):
             patch_size = patch_size.get("height")
@@ -53,7 +54,8 @@ class PixtralProcessor(ImageProcessor):
         return self.build_item(token_ids, arrays=scaling(pixels))
 
     def _size(self, keys: ConfigReader, image: Size) -> Size:
-        """Return the size of an image, reduced to the maximum, then rounded up to whole patches."""
+        """Return the (height, width) in pixels of an image, reduced to the maximum, then rounded up to whole
+        patches."""
         most = size_of(keys)
         longest = most.get("longest_edge", 0)
         highest, widest = most.get("height", longest), most.get("width", longest)

@@ -25,8 +25,8 @@ _TIMES: dict[str, Callable[[float, float], str]] = {
     "behind": lambda first, last: str(int(first)),
     "seconds": lambda first, last: f"{first:.1f} seconds",
 }
-"""Functions that write the time of a step (the frames of one patch) as text, by `GridFacts.times`. They get
-the seconds of the step's first and last frame."""
+"""Functions that format the time of a step (the frames of one patch) as text, by `GridFacts.times`. The
+arguments are the times of the step's first and last frame in seconds."""
 _MAX_SECONDS = 86400
 """Upper bound of the seconds between two steps (patches in time) of a video."""
 

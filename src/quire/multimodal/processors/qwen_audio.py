@@ -25,7 +25,8 @@ _LEAST_SAMPLES = 8000
 
 
 class QwenAudioProcessor(SpanProcessor):
-    """Qwen2-Audio, and base of others: resamples audio, and cuts it to the longest input of the encoder."""
+    """Processor of Qwen2-Audio, and base of those of Audio Flamingo 3 and Voxtral. It resamples audio, and
+    cuts off what exceeds the longest input of the encoder."""
 
     modalities = ("audio",)
 
@@ -58,7 +59,8 @@ class QwenAudioProcessor(SpanProcessor):
         return ProcessedItem([self.image_id] * count, arrays={"mel": Array.of(np.concatenate(pieces))})
 
     def _piece_mel(self, samples: Samples) -> Samples:
-        """Return the spectrogram of a piece, [frames, mels], with two frames per encoder state."""
+        """Return the log-mel spectrogram of a piece, [frames, mels], with two frames per hidden state of the
+        encoder."""
         states = (-(-len(samples) // self.audio.hop) + 1) // 2
         return self.audio.padded_mel(samples)[: 2 * states + 1]
 
@@ -70,7 +72,7 @@ class QwenAudioProcessor(SpanProcessor):
 
 
 class AudioFlamingoProcessor(QwenAudioProcessor):
-    """Audio Flamingo 3: some minutes of audio, in pieces that are normalized separately."""
+    """Processor of Audio Flamingo 3: some minutes of audio, in pieces that are normalized separately."""
 
     def num_pieces(self, path: Path) -> int:
         seconds = processor_settings(path).size("max_audio_len", 600)
@@ -81,7 +83,8 @@ class AudioFlamingoProcessor(QwenAudioProcessor):
 
 
 class VoxtralProcessor(QwenAudioProcessor):
-    """Voxtral: audio in pieces of equal length, the last padded with silence; all are normalized together."""
+    """Processor of Voxtral: audio in pieces of equal length, the last padded with silence, normalized
+    together."""
 
     def num_pieces(self, path: Path) -> int:
         return max(1, _MAX_SECONDS * self.audio.rate // self.audio.max_samples)
@@ -96,7 +99,8 @@ class VoxtralProcessor(QwenAudioProcessor):
 
 
 class Qwen3ASRProcessor(SpanProcessor):
-    """Qwen3-ASR: audio of up to 40 minutes as one spectrogram; short audio is padded with silence."""
+    """Processor of Qwen3-ASR: audio of up to 40 minutes as one spectrogram; short audio is padded with
+    silence."""
 
     modalities = ("audio",)
 

@@ -29,9 +29,9 @@ class WindowPlan(NamedTuple):
     size: Size
     """Size of the whole image."""
     side: int
-    """Side of the windows; 0: there are none."""
+    """Side of a window in pixels; 0 if there are no windows."""
     large: Size
-    """Size to which the image is resized for the windows."""
+    """Size to which the image is resized before it is cut into windows."""
 
     @property
     def grid(self) -> Size:
@@ -111,7 +111,8 @@ class StepVLProcessor(ImageProcessor):
 
 
 def _whole(length: int, side: int) -> int:
-    """Round a length to whole windows of this side; a length of less than one window stays."""
+    """Round a length in pixels to a multiple of `side`, the side of a window; a shorter length is
+    unchanged."""
     count, rest = divmod(length, side)
     return side * (count + (rest / side > _MORE)) if count else length
 
@@ -124,6 +125,6 @@ def _squared(image: Image.Image) -> Image.Image:
 
 
 def resize_floats(numbers: NDArray[np.float32], side: int) -> NDArray[np.float32]:
-    """Resize [3, height, width] to [3, side, side], without rounding to bytes."""
+    """Resize an image [3, height, width] of floats to [3, side, side], without rounding to bytes."""
     parts = [Image.fromarray(channel).resize((side, side), Image.Resampling.BILINEAR) for channel in numbers]
     return np.stack([np.asarray(part) for part in parts])

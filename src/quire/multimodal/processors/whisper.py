@@ -16,8 +16,8 @@ from quire.text.tokenizer import Tokenizer
 
 
 class WhisperProcessor:
-    """Processor of Whisper audio, which has no placeholder tokens, since the decoder cross-attends to it, and
-    a fixed number of encoder states. Longer audio is cut."""
+    """Processor of Whisper audio. The decoder cross-attends to a fixed number of encoder hidden states, so
+    that there are no placeholder tokens. Longer audio is cut off."""
 
     modalities: tuple[str, ...] = ("audio",)
 

@@ -19,21 +19,21 @@ class Proposer(Protocol):
     """Whether the last proposal is more likely to be right than ordinary ones."""
 
     def admit(self, row: int, tokens: Ints, salt: str | None = None) -> None:
-        """Add a request with all tokens known so far. Drafts for it must not use requests with another
-        salt."""
+        """Assign a request with these known tokens to a row. Its drafts must not be taken from requests with
+        another cache salt."""
 
     def extend(self, row: int, tokens: Ints) -> None:
-        """Append new tokens of the row."""
+        """Append new tokens to the request of a row."""
 
     def release(self, row: int, tokens: Ints) -> None:
-        """Release a row; `tokens` are all tokens of its request."""
+        """Free a row; `tokens` are all tokens of its request, prompt and output."""
 
     def propose(self, row: int, max_drafts: int) -> Ints:
         """Return up to `max_drafts` likely next tokens; empty if there is no match."""
 
 
 def proposer_of(facts: SpecFacts) -> Proposer | None:
-    """Return the proposer of a method; None if a model makes the drafts."""
+    """Return the proposer of a speculative decoding method; None if a draft model proposes the tokens."""
     if facts.method == "ngram":
         assert facts.prompt_lookup_min is not None and facts.prompt_lookup_max is not None
         return NGram(facts.prompt_lookup_min, facts.prompt_lookup_max)

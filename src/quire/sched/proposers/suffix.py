@@ -30,7 +30,8 @@ _NONE: Ints = np.empty(0, np.int32)
 
 
 class Suffix:
-    """Proposes the tokens that mostly followed the longest suffix that occurred before."""
+    """Proposes the tokens that mostly followed earlier occurrences of the longest known suffix of a
+    request."""
 
     is_sure = False
     """Always False: drafts are filtered by probability already."""
@@ -94,7 +95,8 @@ class Suffix:
     def _propose_from(
         self, text: TokenText, ending: int, end: "array[int]", max_drafts: int
     ) -> "tuple[float, array[int]]":
-        """Return the draft that a text proposes, with its expected number of accepted tokens first."""
+        """Return the expected number of accepted tokens of the draft that a text proposes, and the draft.
+        `end` has the last tokens of the request, and `ending` is the hash of the last MIN_MATCH of them."""
         tokens, draft = text.tokens, array("i")
         length, places = _longest(tokens, text.places(ending, MAX_PLACES), end)
         max_drafts, total = min(max_drafts, int(self._factor * length)), len(places)
@@ -124,7 +126,8 @@ class Suffix:
 
 
 def _longest(tokens: "array[int]", places: list[int], end: "array[int]") -> tuple[int, list[int]]:
-    """Return the length of the longest suffix of `end` that precedes any of the places, and these places."""
+    """Return the length of the longest suffix of `end` that stands in `tokens` right before some of `places`
+    (indices in `tokens`), and the places with this suffix; 0 and no places if none matches."""
     length, best, too_long = 0, [], len(end) + 1
     length_tried = MIN_MATCH
     while length + 1 < too_long and places:

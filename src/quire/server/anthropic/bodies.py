@@ -108,7 +108,7 @@ Block = Annotated[
 
 
 class MessageBody(Body):
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
@@ -212,7 +212,7 @@ class MessageErrorReply(BaseModel):
 
 
 class CreatedTokens(BaseModel):
-    """Number of prompt tokens added to the prefix cache, by the `ttl` of `cache_control`."""
+    """Numbers of prompt tokens added to the prefix cache, by the `ttl` (5m or 1h) of `cache_control`."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int

@@ -211,8 +211,8 @@ class MessageEncoder(AnswerEncoder):
             self._num_created = output.num_cache_creation_tokens or 0
 
     def _usage(self, num_output: int) -> dict[str, Any]:
-        """Return the usage. Cached tokens are reported separately with --enable-prompt-tokens-details, or if
-        the request has cache hints."""
+        """Return the token counts of the `usage` field. Cached tokens are counted separately, and not as
+        input, with --enable-prompt-tokens-details or if the request has cache hints."""
         usage = {
             "input_tokens": self._chat.call.num_prompt_tokens - self._num_cached - self._num_created,
             "output_tokens": num_output,

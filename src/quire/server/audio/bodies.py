@@ -98,7 +98,8 @@ class WordReply(BaseModel):
 
 
 class SpeechReply(BaseModel):
-    """The text of the audio; a translation has no usage. The other fields are for verbose_json."""
+    """Reply with the text of the audio, and for a transcription the usage. The fields from `task` on are only
+    in verbose_json; `duration` is in seconds."""
 
     text: str
     usage: Duration | None = None

@@ -65,7 +65,7 @@ class SpeechEncoder(ChunkEncoder):
         super().__init__(api, speech.call, object=kind, options=options, num_choices=1)
         self._num_finished = 0
         self._has_text = self._is_new_chunk = False
-        """Whether text was sent, and whether the next text belongs to the next chunk of the audio."""
+        """Two flags: whether text was sent, and whether the next text starts a new chunk of the audio."""
 
     # ---- streaming
 

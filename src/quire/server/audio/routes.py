@@ -141,7 +141,8 @@ def _granularities(form: SpeechForm) -> frozenset[str]:
 async def _read_audio(
     api: GenerationService, form: SpeechForm, max_samples: int
 ) -> tuple[Samples, list[tuple[int, PreparedItem]]]:
-    """Return the audio samples, and the preprocessed chunks with the indices of their first samples."""
+    """Return the audio samples, and for each chunk of at most `max_samples` the index of its first sample and
+    the preprocessed chunk. Raise RequestError if the file is too large or cannot be decoded."""
     data, limit = await form.file.read(), api.settings.max_audio_bytes
     if len(data) > limit:
         raise TooLarge(f"Maximum file size exceeded: the limit is {limit} bytes", param="file")

@@ -81,7 +81,7 @@ class ConnectionDealer:
         self._channels[index] = None
 
     def deal(self) -> None:
-        """Accept the waiting connections and pass them to the processes."""
+        """Accept the waiting connections, `MAX_ACCEPTS` at most, and pass each of them to a process."""
         for _ in range(MAX_ACCEPTS):
             if not self._serving:
                 return
@@ -225,7 +225,7 @@ class ConnectionReceiver(ConnectionSource):
         self._closed[self._index] += 1
 
     def stop(self) -> None:
-        """Accept the connections that the supervisor has passed so far, and no more."""
+        """Take over the connections that the supervisor has passed so far, and receive no more."""
         asyncio.get_running_loop().remove_reader(self._channel)
         self._receive()
         self._channel.close()

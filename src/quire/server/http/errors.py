@@ -140,8 +140,8 @@ def validation_error(error: ValidationError) -> Response:
 
 
 def _keys(item: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of pydantic's error `item` that the response shows. For invalid JSON, `ctx` has the
-    reason."""
+    """Return the names of the fields of pydantic's error `item` that the response shows. For invalid JSON,
+    the field `ctx` has the reason."""
     return ("type", "loc", "msg", "ctx") if item["type"] == "json_invalid" else ("type", "loc", "msg")
 
 

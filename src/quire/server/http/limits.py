@@ -179,7 +179,7 @@ class _BodyKind:
         return length.isdigit() and len(length) < 20 and int(length) <= self.max_bytes
 
     def limit_body(self, receive: Receive) -> Receive:
-        """Return a `receive` that raises as soon as a body of unknown length is too long."""
+        """Return a `receive` that raises status 413 as soon as a body of unknown length exceeds the limit."""
         num_bytes = 0
 
         async def receive_limited() -> Message:

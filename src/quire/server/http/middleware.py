@@ -13,14 +13,15 @@ Wrap = Callable[[ASGIApp], ASGIApp]
 
 
 def wrap_in_middleware(app: ASGIApp, paths: Sequence[str]) -> ASGIApp:
-    """Wrap the application in each middleware; the last middleware is the outermost."""
+    """Return `app` wrapped in the middleware of each import path; the last one is the outermost."""
     for path in paths:
         app = load_middleware(path)(app)
     return app
 
 
 def load_middleware(path: str) -> Wrap:
-    """Import a middleware; raise ConfigError if that is impossible."""
+    """Import a middleware and return the function that wraps an application in it. Raise ConfigError if
+    `path` names no middleware."""
     module, _, name = path.rpartition(".")
     if not module:
         raise ConfigError(f"middleware={path!r} is not an import path, such as my_module.MyMiddleware")

@@ -40,7 +40,7 @@ _TLS_HANDSHAKE = b"\x16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """Limits of one connection on sizes and times."""
+    """Limits of one connection: size and number of headers, seconds to receive headers and body bytes."""
 
     max_header_bytes: int
     max_headers: int
@@ -88,14 +88,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Pipelined requests without a complete response that came before `cycle`, the latest request. The
         first of them is the running request."""
         self._pipelined = bytearray()
-        """Bytes received after a complete request that is still running."""
+        """Bytes of later requests, received while a complete request is still running."""
         self._is_ended = False
         """Whether all further input is discarded."""
         self._num_unparsed = 0
         """Number of bytes received since the end of the last headers or message, or the last chunk of a
         body."""
         self._waiting_since = 0.0
-        """Time at which the headers began, or the last bytes of a body arrived."""
+        """Event loop time in seconds at which the headers began, or the last bytes of a body arrived."""
         self._was_paused = False
         """Whether reading was paused for some time since `_waiting_since`."""
         self._timer: asyncio.TimerHandle | None = None

@@ -52,7 +52,7 @@ class RefusalLog:
 
 
 class OpenConnections:
-    """The open connections of this process, in total and by address, and their limits."""
+    """Counters of the open connections of this process, in total and by client network, with limits."""
 
     def __init__(self, *, max_total: int, max_per_address: int) -> None:
         self._max_total = max_total
@@ -69,7 +69,7 @@ class OpenConnections:
         )
 
     def problem(self, network: str) -> str:
-        """Return why no further connection of `network` is accepted, or an empty string."""
+        """Return an error message if a limit forbids one more connection of `network`, else an empty text."""
         if self._num_open >= self._max_total:
             return (
                 f"{self._max_total} connections are open, the limit of --max-connections; try again later, "

@@ -103,11 +103,11 @@ class AnswerEncoder:
         raise NotImplementedError
 
     def finish(self) -> bytes:
-        """Return the last events of a successful stream."""
+        """Return the encoded events that end a successful stream, by default `data: [DONE]`."""
         return DONE
 
     def fail(self, error: Exception) -> bytes:
-        """Return the last events of a failed stream."""
+        """Return the encoded events that end a stream after `error`."""
         return event(error_body(error)) + DONE
 
     def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _TICK_NS = 1_000_000
 
 
 class LoRARegistry:
-    """Adapters by name, in a file that API processes share, or in memory.
+    """The LoRA adapters of a server by name, in a file that all API processes share, or in memory.
 
     A process that changes the registry replaces the file; the others notice the new modification time.
     """

@@ -95,7 +95,7 @@ class LoRAResolver:
             self.remember_failure(name, None)
             return None
         except RequestError as error:
-            logger.warning("Adapter %r could not be located: %s", name, error)
+            logger.warning("LoRA adapter %r could not be located: %s", name, error)
             raise EngineDead("the adapter store is not available; try again later") from None
         return LoRAModule(name, location, str(path), within=self._locations.bounds(path))
 

@@ -47,13 +47,15 @@ def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
             app.add_api_route(path, _refuse, methods=["POST"], include_in_schema=False)
         return
     clients = "Any client with an API key" if api.settings.keys else "Any client that reaches this server"
-    logger.warning("%s can load and unload LoRA adapters over HTTP", clients)
+    logger.warning(
+        "%s can load and unload LoRA adapters over HTTP (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)", clients
+    )
     described: dict[str, Any] = replies_of(None, 400, 403, 404, 413, 500, 503)
     described["responses"][200] = _TEXT
 
     @app.post("/v1/load_lora_adapter", **described, **BODY)
     async def load_lora_adapter(body: LoadAdapterBody) -> Response:
-        """Load an adapter and serve it by its name."""
+        """Load a LoRA adapter and serve it under its name; returns when it is loaded."""
         name, location = body.lora_name, body.lora_path
         if not name or not location:
             raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")

@@ -57,7 +57,7 @@ class LoRAService:
     # ---- requests
 
     async def resolve(self, name: str) -> None:
-        """Load the adapter of this name if the resolver finds it."""
+        """Load the adapter of this name if it is not loaded and the resolver finds it; else do nothing."""
         resolver = self._resolver
         if resolver is None or not self.enabled or self._is_known(name):
             return
@@ -74,7 +74,7 @@ class LoRAService:
                     resolver.remember_failure(name, error)
                 raise
             self._registry.put(module)
-            logger.info("Adapter %r found at %r", name, module.root)
+            logger.info("Found LoRA adapter: name %r, path %r", name, module.root)
 
     def may_resolve(self, name: str) -> bool:
         """Whether the resolver may find an adapter of this name."""
@@ -87,8 +87,8 @@ class LoRAService:
         return known is not None and not (known.is_unloading and self._registry.is_free(name))
 
     def hold(self, name: str, scope: Scope) -> LoRARequest | None:
-        """Return the adapter of this name, or None. It is not removed before the request with the ASGI
-        `scope` has ended."""
+        """Return the loaded adapter of this name, or None. The adapter is not removed before the request with
+        the ASGI `scope` has ended."""
         module = self.get(name)
         if module is None:
             return None
@@ -122,13 +122,16 @@ class LoRAService:
     # ---- changes
 
     async def load_all(self) -> None:
-        """Load the adapters of the command line, once the engine is up."""
+        """Load the adapters of the command line into the engine, which must be ready. Raise RequestError if
+        one cannot be loaded."""
         for module in list(self):
             try:
                 facts = await self._engine.operation.add_adapter(module.request())
             except RequestError as error:
                 raise RequestError(f"lora_modules: {module.name!r} from {module.root!r}: {error}") from None
-            logger.info("Adapter %r loaded: rank %d, %s", module.name, facts.rank, human(facts.num_bytes))
+            logger.info(
+                "Loaded LoRA adapter %r: rank %d, %s", module.name, facts.rank, human(facts.num_bytes)
+            )
         self._registry.mark_loaded()
 
     async def load(
@@ -155,7 +158,7 @@ class LoRAService:
                 kind = next((kind for kind in (NotFound, Forbidden) if isinstance(error, kind)), RequestError)
                 raise kind(f"Loading lora {name} failed: {error}", error.param) from None
             self._registry.put(module)
-        logger.info("Adapter %r loaded from %r", name, location)
+        logger.info("Loaded new LoRA adapter: name %r, path %r", name, location)
 
     async def unload(self, name: str) -> None:
         """Unload an adapter: refuse new requests for it at once, and wait until the running ones have
@@ -177,7 +180,7 @@ class LoRAService:
                 self._registry.put(module)
                 raise
             self._registry.drop(name)
-        logger.info("Adapter %r unloaded", name)
+        logger.info("Removed LoRA adapter: name %r", name)
 
     def _check_enabled(self) -> None:
         if not self.enabled:

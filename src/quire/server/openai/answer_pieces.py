@@ -28,16 +28,16 @@ class ToolUse:
     """The tools of a request, and how the model may call them."""
 
     calls: str = "none"
-    """Calls that the output may have: `none`, `auto` (optional calls), `required` (one or more), or `named`
+    """Tool calls that the output may have: `none`, `auto` (any number), `required` (one or more), or `named`
     (a call of the tool `name`)."""
     name: str = ""
     """Name of the tool to call, if `calls` is named."""
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Parameter schemas by tool name."""
+    """JSON schema of the parameters, by tool name."""
     parallel: bool = True
-    """Whether one response may have several calls."""
+    """Whether one choice may have several tool calls."""
     strict: frozenset[str] = frozenset()
-    """Tools with arguments that must match their schema."""
+    """Names of the tools whose arguments must match their JSON schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class AnswerFormat:
     reasoning: ReasoningIds | None = None
     """Token ids of the marks around reasoning, such as <think>; None without reasoning or without marks."""
     breaks: tuple[tuple[int, ...], ...] = ()
-    """Other token sequences that end the reasoning."""
+    """Token id sequences that end the reasoning, in addition to its end mark."""
     may_think: bool = False
     """Whether reasoning may precede a constrained output. If the start mark has several tokens, this requires
     that the request turns thinking on."""
@@ -207,8 +207,8 @@ class OutputParser:
         return pieces
 
     def parse_text(self, text: str) -> list[Piece]:
-        """Return the parsed pieces of a text that is not the last of the choice. Its tokens are not counted
-        as reasoning."""
+        """Return the parsed pieces of new text of a choice, which is not its last text. The tokens of this
+        text do not count as reasoning."""
         if self._parser is None:
             return [TextPiece(text)] if text else []
         return self._filter(self._parser.feed(text))
@@ -233,7 +233,8 @@ class OutputParser:
 
 
 def count_reasoning(token_ids: list[int], marks: ReasoningIds, breaks: Iterable[tuple[int, ...]] = ()) -> int:
-    """Count the tokens from the start mark to the end mark, or to the first of `breaks`."""
+    """Count the reasoning tokens: those between the start mark and the end mark, or the first of the token
+    sequences `breaks`; without either, all tokens after the start mark."""
     begins = find_sequence(token_ids, marks.start, 0)
     if marks.open:
         start = len(marks.start) if begins == 0 else 0
@@ -246,7 +247,7 @@ def count_reasoning(token_ids: list[int], marks: ReasoningIds, breaks: Iterable[
 
 
 def find_sequence(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
-    """Return the index of the first occurrence of `part`, or None."""
+    """Return the index of the first occurrence of `part` in `token_ids` from index `start` on, or None."""
     if not part:
         return start
     try:

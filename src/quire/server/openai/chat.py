@@ -38,7 +38,7 @@ async def create_chat_completion(api: GenerationService, body: ChatBody, request
 async def prepare_chat(
     api: GenerationService, body: ChatBody, request: Request, id_prefix: str = "chatcmpl"
 ) -> ChatRequest:
-    """Check a chat request and prepare its call; `id_prefix` is the prefix of its id."""
+    """Check a chat request and prepare its engine call; `id_prefix` is the prefix of the response's id."""
     settings, parsers = api.settings.api, api.parsers
     model = await api.names.find(body.model, request, pools=False)
     check_chat(body, settings, max_stops=_MAX_STOPS.get(id_prefix, MAX_STOP_STRINGS))

@@ -19,7 +19,7 @@ async def create_completion(api: GenerationService, body: CompletionBody, reques
 
 
 async def begin_completion(api: GenerationService, body: CompletionBody, request: Request) -> ApiCall:
-    """Check a completion request and prepare its call."""
+    """Check a completion request and prepare its engine call: prompts and sampling parameters."""
     model = await api.names.find(body.model, request, pools=False)
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:

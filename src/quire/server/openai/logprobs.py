@@ -25,8 +25,8 @@ class TokenFormatter:
         return f"token_id:{token_id}" if self.as_ids else entry.decoded_token or ""
 
     def bytes(self, token_id: int, entry: Logprob) -> list[int]:
-        """Return the bytes of a token, from the vocabulary if possible: in the token's text, a replacement
-        character may stand for the bytes of a partial character."""
+        """Return the bytes of a token as integers, from the vocabulary if possible: in the token's text, a
+        replacement character may stand for the bytes of a partial character."""
         spelled = self.tokenizer and self.tokenizer.token_bytes
         if spelled:
             return list(spelled[token_id])
@@ -59,8 +59,8 @@ def _entry(token_id: int, entry: Logprob, token_formatter: TokenFormatter) -> di
 
 @dataclass(slots=True)
 class LogprobColumns:
-    """Logprobs in the format of completions, with one list for each of four fields. The text offsets continue
-    from chunk to chunk of a stream."""
+    """Logprobs in the format of completions: four lists (tokens, token_logprobs, top_logprobs, text_offset)
+    with an entry per token. Text offsets, in characters, continue from chunk to chunk of a stream."""
 
     num_top: int
     token_formatter: TokenFormatter
@@ -94,7 +94,7 @@ class LogprobColumns:
         return token
 
     def pop(self) -> dict[str, list[Any]]:
-        """Return the columns added since the last call."""
+        """Return the four lists, with the tokens added since the last call of this method."""
         columns, self.columns = self.columns, _no_columns()
         return columns
 

@@ -90,8 +90,9 @@ class PromptReader:
         limited: bool = True,
     ) -> Prompt:
         """Return the prompt of a conversation, with room for `num_output` tokens if it is truncated. `wait`
-        awaits slow work and may cancel it; `variables` are those of the chat template, if they are known.
-        `limited=False`: the number of tokens has no limit, because they are only counted or shown."""
+        is a function that awaits slow work and may cancel it. `variables` are those of the chat template;
+        None: `self.variables(body)`. `limited=False`: the prompt may be of any length, since it is only
+        counted or shown."""
         truncates = limited and body.truncate_prompt_tokens is not None
         inputs = model.inputs
         if truncates or not limited:
@@ -159,8 +160,8 @@ class PromptReader:
         return await off_loop(size, read)
 
     def variables(self, body: ConversationBody) -> dict[str, Any]:
-        """Return the chat template variables of server and body. The reasoning effort `none` disables
-        thinking."""
+        """Return the chat template variables by name: the server's defaults, overridden by those of the body.
+        The reasoning effort `none` disables thinking."""
         effort = getattr(body, "reasoning_effort", None)
         return {
             **self._settings.default_chat_template_kwargs,

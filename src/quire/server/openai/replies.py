@@ -33,7 +33,7 @@ class ErrorReply(BaseModel):
 
 
 class CachedTokens(BaseModel):
-    """Prompt tokens found in the prefix cache, and prompt tokens of media."""
+    """Numbers of prompt tokens that were found in the prefix cache, and that belong to media."""
 
     cached_tokens: int | None = None
     created_cache_tokens: int | None = doc("Prompt tokens computed and added to the prefix cache.")
@@ -51,7 +51,7 @@ class ReasoningTokens(BaseModel):
 
 
 class CacheMissReply(BaseModel):
-    """Reason why the prompt was not in the prefix cache from a token on."""
+    """Reason why a part of the prompt was not found in the prefix cache."""
 
     reason: str = Field(json_schema_extra={"enum": [*MISS_REASONS]})
     from_token: int = doc("Prompt token from which on the reason holds.", 0)
@@ -62,7 +62,8 @@ class CacheMissReply(BaseModel):
 
 
 class TimelineReply(BaseModel):
-    """Timings of the call, if it has the header `x-request-timeline: 1`."""
+    """Timings in milliseconds and token counts of a request, returned if it has the header
+    `x-request-timeline: 1`. `step_share_ms` is its share of the engine steps that it was part of."""
 
     total_ms: float
     queue_ms: float
@@ -118,20 +119,20 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Logprobs of a chat choice."""
+    """Logprobs of a chat choice, one entry per output token."""
 
     content: list[TokenLogprob]
 
 
 class CalledFunction(BaseModel):
-    """A function and its arguments in JSON."""
+    """Name of a called function, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(BaseModel):
-    """A tool that the model calls."""
+    """A tool call of the model."""
 
     id: str
     type: Literal["function"]
@@ -169,7 +170,7 @@ class ChatChoice(BaseModel):
 
 
 class RequestMetrics(BaseModel):
-    """Timings of a request, with --enable-per-request-metrics."""
+    """Timings of a request, in milliseconds; only with --enable-per-request-metrics."""
 
     time_to_first_token_ms: float | None
     generation_time_ms: float | None
@@ -197,7 +198,7 @@ class ChatReply(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Logprobs of a completion, in columns."""
+    """Logprobs of a completion: lists with one entry per token; `text_offset` is in characters."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -235,7 +236,7 @@ class CompletionReply(BaseModel):
 
 
 class ModelCardReply(BaseModel):
-    """A served model name."""
+    """A served model or LoRA adapter, under one of its names."""
 
     id: str
     object: Literal["model"]
@@ -248,14 +249,14 @@ class ModelCardReply(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All served model names."""
+    """All served models and LoRA adapters, by name."""
 
     object: Literal["list"]
     data: list[ModelCardReply]
 
 
 class TokenizeReply(BaseModel):
-    """Response of /tokenize."""
+    """Response of /tokenize: the token ids (`tokens`) and their number."""
 
     count: int
     max_model_len: int

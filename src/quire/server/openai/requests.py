@@ -53,8 +53,8 @@ class StreamOptions(Body):
 
 
 class RepetitionDetection(BaseModel):
-    """When to end a sequence that repeats itself: if its last tokens are `min_count` copies of one pattern of
-    `min_pattern_size` to `max_pattern_size` tokens. With `max_pattern_size` 0, never."""
+    """Rule to end a sequence that repeats itself: when its last tokens are `min_count` copies of one pattern
+    of `min_pattern_size` to `max_pattern_size` tokens. The rule is off if `max_pattern_size` is 0."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -30,7 +30,7 @@ from quire.server.openai.timeline import TIMELINE_HEADER
 from quire.server.openai.work_size import off_loop
 
 _COMPILE_S = 5.0
-"""Maximum seconds to compile the grammar of a call."""
+"""Maximum seconds to compile the grammar of a call; longer compilation fails the request."""
 _CHOICE_SIZE, _LOGPROB_SIZE = 32, 4
 """Cost of encoding a choice, and of one logprob, in the unit of `answer_size`."""
 
@@ -46,9 +46,9 @@ async def answer_call(
     in_order: bool = False,
     before_encoding: Callable[[list[RequestOutput]], Coroutine[Any, Any, None]] | None = None,
 ) -> Response:
-    """Run the call and return its response from the encoder. `in_order`: a stream has all outputs of a
-    prompt before those of the next prompt. `before_encoding` is called with the final outputs of a
-    response that is not streamed, and awaited before they are encoded."""
+    """Run the call and return its response, which `encoder` encodes. `in_order`: a stream has all outputs of
+    a prompt before those of the next prompt. Without a stream, `before_encoding` is awaited with the final
+    outputs, and `respond` turns the encoded body into the HTTP response."""
     timeline = call.timeline
     if stream:
         outputs = await stream_call(api, call, in_order=in_order)
@@ -97,7 +97,7 @@ async def stream_call(api: GenerationService, call: ApiCall, *, in_order: bool =
 
 
 async def final_outputs(api: GenerationService, call: ApiCall) -> list[RequestOutput]:
-    """Run the call and return the final outputs, in the order of the prompts."""
+    """Run the call to its end and return one final output per prompt, in the order of the prompts."""
     if isinstance(call.params[0], BeamSearchParams):
         pauses = api.pauses()
         coroutines = [
@@ -124,7 +124,8 @@ class ParamsChecker:
         self._grammar: StructuredOutputsParams | None = None
 
     async def of(self, params: SamplingParams) -> CheckedParams:
-        """Check sampling parameters. Prompts that share one params object share the result."""
+        """Check sampling parameters; raise RequestError if they are invalid. Return the result, which prompts
+        with the same params object share."""
         if id(params) not in self._checked:
             check = partial(self._check, params)
             is_long = params.structured_outputs is not None

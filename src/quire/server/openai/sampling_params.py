@@ -76,7 +76,7 @@ unknown_fields = UnknownFields()
 
 
 def check_fields(body: Body) -> None:
-    """Refuse unsupported fields, and log unknown ones."""
+    """Raise RequestError for unsupported fields, and log unknown fields, which have no effect."""
     for name in UNSUPPORTED["body field"].keys() & body.model_fields_set:
         check_supported("body field", name, getattr(body, name))
     if body.model_extra:
@@ -84,7 +84,8 @@ def check_fields(body: Body) -> None:
 
 
 def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_STRINGS) -> None:
-    """Raise for fields that exclude each other or exceed the limits of the API."""
+    """Raise RequestError for fields that exclude each other or exceed the API's limits: `max_n` choices per
+    prompt and `max_stops` stop strings."""
     check_fields(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
@@ -103,7 +104,7 @@ def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_
 
 
 def check_stops(stop: object, limit: int = MAX_STOP_STRINGS) -> None:
-    """Limit the number of stop strings, each of which is checked at every token."""
+    """Raise RequestError for more than `limit` stop strings, as each is checked at every token."""
     if isinstance(stop, list) and len(stop) > limit:
         raise RequestError(f"stop may be at most {limit} strings, got {len(stop)}.", param="stop")
 
@@ -147,8 +148,8 @@ def params_size(source: GenerateBody | SamplingParams) -> int:
 
 
 def output_limit(model: RequestedModel, max_tokens: int | None, prompt_len: int) -> int:
-    """Return the maximum output tokens: the least of the requested number, the room left in max_model_len,
-    and the model's default."""
+    """Return the maximum output tokens: the least of `max_tokens`, the room left in max_model_len, and the
+    model's default. Raise RequestError if `max_tokens` exceeds the room left."""
     limit = model.inputs.max_model_len
     if max_tokens is not None and max_tokens > limit:
         raise RequestError(

@@ -39,7 +39,7 @@ class ScoringBody(CallBody):
 
 
 class ScoredItem(BaseModel):
-    """Probability of the first label after an item."""
+    """Probability of the first label token after query and item number `index`."""
 
     index: int
     object: Literal["score"]

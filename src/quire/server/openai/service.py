@@ -42,7 +42,7 @@ Params = SamplingParams | BeamSearchParams | PoolingParams
 Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
 """Handler of a route: (service, body, request) -> response."""
 _MAX_ID = 256
-"""Maximum characters of a client's request id, of which every sequence of the request has a copy."""
+"""Maximum characters of a client's request id; a longer id is refused, since each sequence has a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +208,14 @@ class GenerationService:
         return usage
 
     def metrics(self, stats: RequestStateStats | None, num_sequences: int) -> dict[str, Any] | None:
-        """Return the timings of a request with a single choice; None if they are disabled or unknown, or for
-        several choices."""
+        """Return the timings of a request in milliseconds by name; None if they are disabled or unknown, or
+        if the request has several sequences."""
         if not self.settings.api.enable_per_request_metrics or stats is None or num_sequences != 1:
             return None
         return request_metrics(stats)
 
     def shorten(self, text: str | None) -> str:
-        """Return the beginning of a text, for a log line."""
+        """Return the first `max_log_len` characters of a text, for a log line."""
         return (text or "")[: self.settings.log.max_log_len]
 
 

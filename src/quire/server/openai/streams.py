@@ -57,7 +57,7 @@ async def collect_final_outputs(outputs: Outputs) -> dict[str, RequestOutput]:
 
 
 class LoggedOutputs:
-    """Outputs whose texts, shortened by `cut`, are logged when the stream is closed."""
+    """Stream of outputs that logs the generated texts when it is closed, each shortened by `cut`."""
 
     def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
         self._outputs, self._name, self._cut = outputs, name, cut
@@ -202,8 +202,8 @@ async def beam_search(
     model: RequestedModel,
     routing: Mapping[str, Any],
 ) -> RequestOutput:
-    """Search the best continuations of one prompt. `routing`: keyword arguments of `engine.generate`. All
-    prompts of an API call share `pauses`, `model` and `routing`."""
+    """Return the best continuations of one prompt, as choices of one output. `routing`: keyword arguments of
+    `engine.generate`. All prompts of an API call share `pauses`, `model` and `routing`."""
     eos_ids = model.inputs.eos_ids
     search = BeamSearch(
         initial_tokens(prompt),

@@ -16,7 +16,7 @@ TOKENS_BEFORE, TOKENS_AFTER = 8, 16
 
 
 def request_metrics(stats: RequestStateStats) -> dict[str, float | None]:
-    """Return the timings of a request in vLLM's format; unknown timings are None."""
+    """Return the timings of a request by vLLM's names, in milliseconds; unknown timings are None."""
     num_tokens, first, last = stats.num_generation_tokens, stats.first_token_ts, stats.last_token_ts
     generation, total = _ms(first, last), _ms(stats.scheduled_ts, last)
     return {
@@ -62,7 +62,8 @@ class CallTimeline:
 
     @property
     def timings(self) -> dict[str, Any] | None:
-        """Return the timings, or None if the engine reported none, as for beam search."""
+        """Return the fields of RequestTimeline, merged over all prompts, with times in milliseconds; None if
+        the engine reported none, as for beam search."""
         if not self._timelines:
             return None
         timings: dict[str, Any] = msgspec.to_builtins(RequestTimeline.joined(self._timelines.values()))

@@ -44,8 +44,8 @@ def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
 def read_tools(
     body: ChatBody, parsers: Parsers, tokenizer: Tokenizer | None
 ) -> tuple[ToolUse, dict[str, Any] | None, bool]:
-    """Return the tool use, the structured output constraint, and whether it applies to the whole output and
-    not only to optional tool calls."""
+    """Return the tool use, the structured output constraint (None: none), and whether the constraint applies
+    to the whole output and not only to optional tool calls."""
     tools = _tool_use(body, auto=parsers.auto)
     requested = constraint_of(body)
     if tools.calls in (REQUIRED, NAMED):

@@ -16,7 +16,7 @@ _END = object()
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run long work in a thread, and short work directly."""
+    """Return the result of `work`, run in a thread if its `size` in characters is at least `LONG`."""
     return work() if size < LONG else await asyncio.to_thread(work)
 
 

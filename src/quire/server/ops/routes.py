@@ -31,8 +31,8 @@ _MAX_IDS = 10_000
 
 
 class RpcBody(BaseModel):
-    """The body of /collective_rpc: the name of a worker method, its arguments, and a time limit in
-    seconds."""
+    """The body of /collective_rpc: the name of a worker method, its arguments, and `timeout`, the seconds
+    after which the request fails; null: no limit."""
 
     method: str = Field(min_length=1, max_length=200)
     args: Many[Any] = []
@@ -71,7 +71,10 @@ def add_operate_routes(app: FastAPI, api: GenerationService) -> None:
     if settings.dev_mode or settings.api.tokens_only:
         _add_abort_route(app, api)
     if settings.dev_mode:
-        logger.warning("Developer mode: routes that stop the engine and show its settings are enabled")
+        logger.warning(
+            "SECURITY WARNING: Development endpoints, which stop the engine and show its settings, are "
+            "enabled! This should NOT be used in production!"
+        )
         _add_pause_routes(app, api)
         _add_sleep_routes(app, api)
         _add_worker_routes(app, api)
@@ -106,7 +109,8 @@ def _add_pause_routes(app: FastAPI, api: GenerationService) -> None:
 def _add_abort_route(app: FastAPI, api: GenerationService) -> None:
     @app.post("/abort_requests", **replies_of(AbortReply, *_CODES))
     async def abort_requests(body: AbortBody) -> Response:
-        """Abort requests by id, in any API process."""
+        """Abort the requests with these ids, also those of other API processes; return how many sequences
+        were aborted."""
         return json_response({"aborted": await api.engine.operation.abort(body.request_ids)})
 
 
@@ -135,7 +139,7 @@ def _add_sleep_routes(app: FastAPI, api: GenerationService) -> None:
 def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/collective_rpc", **replies_of(RpcReply, *_CODES))
     async def collective_rpc(body: RpcBody) -> Response:
-        """Call a public method of every worker."""
+        """Call a public method of every worker and return its results, one per worker."""
         results = await api.engine.operation.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
         try:
             return json_response({"results": results})
@@ -178,8 +182,8 @@ def _add_cache_routes(app: FastAPI, api: GenerationService) -> None:
     async def reset_prefix_cache(
         reset_running_requests: bool = False, reset_external: bool = False
     ) -> Response:
-        """Clear the prefix cache. This fails while requests hold blocks, unless `reset_running_requests`
-        is set, so that these requests are recomputed."""
+        """Clear the prefix cache, with `reset_external` also its part outside of device memory. `success` is
+        false while requests hold blocks, unless `reset_running_requests` makes them start again."""
         return json_response(
             {"success": await api.engine.operation.reset_prefix_cache(reset_running_requests, reset_external)}
         )
@@ -192,7 +196,7 @@ def _add_cache_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/reset_encoder_cache", operation_id="reset_encoder_cache", **replies_of(ResetReply, *_CODES))
     async def reset_encoder_cache() -> Response:
-        """Clear the encoder cache of items that no request needs. Return whether the cache is empty."""
+        """Drop the encoder outputs that no request needs. `success`: whether the cache is empty now."""
         return json_response({"success": await api.engine.operation.reset_encoder_cache()})
 
 

@@ -33,7 +33,7 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 @dataclass(frozen=True)
 class Asset:
-    """A static file, held in memory."""
+    """A static file of the web page, held in memory with its media type and its HTTP ETag."""
 
     content: bytes
     media_type: str

@@ -129,7 +129,7 @@ class PooledReply(BaseModel):
 
 
 class EmbeddingReplyItem(BaseModel):
-    """The embedding of one input."""
+    """The embedding of input number `index`: numbers, or base64 of their bytes."""
 
     index: int
     object: Literal["embedding"]
@@ -144,7 +144,7 @@ class EmbeddingReply(PooledReply):
 
 
 class PooledData(BaseModel):
-    """The result of one input: a vector, or one vector per token."""
+    """The result of input number `index`: a vector, one vector per token, or base64 of the values."""
 
     index: int
     object: Literal["pooling"]
@@ -175,7 +175,7 @@ class ClassifyReply(PooledReply):
 
 
 class ScoreReplyItem(BaseModel):
-    """Similarity score of two texts."""
+    """Score of pair number `index`: how similar or relevant the two texts are to each other."""
 
     index: int
     object: Literal["score"]
@@ -197,7 +197,7 @@ class RerankDocument(BaseModel):
 
 
 class RerankResult(BaseModel):
-    """A document and its relevance; `index` is its position in the request."""
+    """A document and its relevance to the query; `index` is its position in the request, from 0."""
 
     index: int
     document: RerankDocument

@@ -107,7 +107,8 @@ _ORDERS = {"native": "=", "little": "<", "big": ">"}
 
 
 def pack_values(values: Floats, dtype: str, endianness: str) -> bytes:
-    """Return the values as bytes in row-major order."""
+    """Return the values in row-major order as bytes of `dtype` (float32, float16 or bfloat16) and byte order
+    `endianness` (native, little or big)."""
     order = _ORDERS[endianness]
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)

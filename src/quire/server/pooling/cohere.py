@@ -57,7 +57,7 @@ class CohereBody(CallBody):
 
 
 class CohereEmbeddings(BaseModel):
-    """The vectors in each requested format."""
+    """The vectors, one per input, in each requested format; binary formats have one bit per dimension."""
 
     floats: list[list[float]] | None = Field(None, alias="float")
     binary: list[list[int]] | None = None
@@ -66,7 +66,7 @@ class CohereEmbeddings(BaseModel):
 
 
 class BilledUnits(BaseModel):
-    """Token counts of the inputs."""
+    """Numbers of text tokens and of image tokens in all inputs."""
 
     input_tokens: int
     image_tokens: int

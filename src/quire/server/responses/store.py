@@ -100,7 +100,8 @@ class BackgroundRun:
             self._end(EngineError("the response was cancelled"), "cancelled")
 
     async def follow(self, after: int) -> AsyncIterator[bytes]:
-        """Yield the events after sequence number `after`, past and future."""
+        """Yield the encoded events after sequence number `after`: past events at once, later ones as they
+        arrive, until the run has ended."""
         index = after + 1
         while True:
             changed = self._changed
@@ -177,7 +178,7 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """Responses by id, in the order in which they were stored."""
+    """Store of responses by id, oldest first, which drops responses to keep its limits."""
 
     limits: StoreLimits
     now: Callable[[], float] = time.monotonic
@@ -192,7 +193,8 @@ class ResponseStore:
         return len(self._responses)
 
     def get(self, id: str, owner: int = 0, *, param: str = "response_id") -> StoredResponse:
-        """Return a stored response. `param`: the request field that names it, for the error."""
+        """Return the stored response of tenant `owner`; raise NotFound if there is none. `param`: the request
+        field with the id, for the error."""
         self.expire()
         if id not in self._responses or self._responses[id].owner != owner:
             raise NotFound(f"Response with id {id!r:.80} not found.", param=param)

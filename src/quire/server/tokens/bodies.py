@@ -56,13 +56,13 @@ class DerenderTopLogprob(DerenderPart):
 
 
 class DerenderLogprob(DerenderTopLogprob):
-    """The sampled token and the most likely alternatives."""
+    """Logprob of the sampled token at a position, with the most likely tokens there."""
 
     top_logprobs: Many[DerenderTopLogprob]
 
 
 class DerenderLogprobs(DerenderPart):
-    """Logprobs of a choice."""
+    """Logprobs of a choice, one entry per generated token."""
 
     content: Many[DerenderLogprob]
 

@@ -81,7 +81,8 @@ def _rendered_prompts(body: ChatBody | CompletionBody, call: ApiCall) -> list[di
 def _offsets(
     inputs: InputProcessor, body: ChatBody | CompletionBody, prompt: Prompt
 ) -> list[tuple[int, int]] | None:
-    """Return the character range of each token, if requested and if the text encodes to the same tokens."""
+    """Return the (start, end) character indices of each token in the prompt's text; None if they were not
+    requested or the text encodes to other tokens."""
     if not body.return_token_offsets or prompt.text is None or inputs.tokenizer is None:
         return None
     token_ids, offsets = inputs.tokenizer.offsets(prompt.text, body.add_special_tokens)
@@ -89,7 +90,7 @@ def _offsets(
 
 
 def _features(media: Media) -> dict[str, Any]:
-    """Return the placeholder positions and the hashes of the media, without their contents."""
+    """Return, by modality, the placeholder positions in the prompt and the hashes of the media items."""
     kinds = dict.fromkeys(item.modality for item in media.items)
     by_kind = {kind: [item for item in media.items if item.modality == kind] for kind in kinds}
     return {

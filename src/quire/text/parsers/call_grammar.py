@@ -186,7 +186,7 @@ def _special_tokens(tokenizer: "Tokenizer") -> dict[str, int]:
 
 
 class _Grammar:
-    """Writes the rules of the grammar of one request."""
+    """Builder of the Lark grammar that constrains the output of one request."""
 
     def __init__(self, format: CallFormat, marks: Mapping[str, int]) -> None:
         self.format = format

@@ -46,7 +46,8 @@ class ToolParser(JsonParser):
     def __init__(
         self, marks: Any = None, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
     ) -> None:
-        """Create a parser. `marks` are the texts that mark calls, for a class that parses several formats."""
+        """Create a parser. `marks` are the texts that mark calls, for a class that parses several formats;
+        `schemas` are those of the parameters by function name; `make_id` returns the id of a call."""
         self.marks = marks
         self.schemas = schemas or {}
         self.make_id = make_id or self.default_id

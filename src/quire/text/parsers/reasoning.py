@@ -56,7 +56,8 @@ class Reasoning(Parser):
         yield from self._emit_until((), self.text)
 
     def _emit_until(self, marks: tuple[str, ...], emit: Emit) -> Wait[None]:
-        """Emit text up to one of the marks, without `marks.dropped`."""
+        """Emit text up to one of the marks or the end of the output; the marks in `marks.dropped` are
+        removed."""
         while (yield from self.until((*marks, *self.marks.dropped), emit)):
             if not (yield from self.take(*self.marks.dropped)):
                 return

@@ -31,7 +31,7 @@ class Tags:
     lenient: bool = False
     """Whether a value without an end tag ends at the next parameter or the end of the call."""
     lines: bool = True
-    """Whether a value is on separate lines."""
+    """Whether a value is on its own lines: the line breaks next to its tags are not part of it."""
     escaped: bool = False
     """Whether names and keys are escaped as in XML."""
     cdata: bool = False

@@ -83,8 +83,9 @@ class CudaDevice:
         """CUDA graphs by which a draft model proposes tokens; None if no model proposes drafts."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Measure the memory: run the largest step with all sampling features, and the largest captured
-        step."""
+        """Measure and return the worker's memory besides its cache, by the largest step with all sampling
+        features and the largest captured step. `weights` (weights) and `bound` (a small cache) are in
+        bytes."""
         limits, link = config.scheduler, self.model.link
 
         def probe_sampler(output: ForwardResult) -> None:

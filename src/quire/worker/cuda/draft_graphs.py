@@ -115,7 +115,8 @@ class DraftGraphs:
         )
 
     def compute(self, inputs: Tensor, most: int, sample: Sample | None = None) -> None:
-        """Propose `most` drafts per row on the device, inside or outside a captured graph, from `_inputs`."""
+        """Propose `most` drafts per row on the device, inside or outside a captured graph. `inputs` are those
+        that `_inputs` returns."""
         spec_tokens, rows = self.spec_tokens, inputs[0]
         last = spec_tokens.lengths[rows].long() - 1
         both = torch.stack((last - 1, last), 1).clamp_(min=0)

@@ -62,7 +62,8 @@ class DummyBatches:
         return batch, inputs
 
     def split(self, num_tokens: int, num_seqs: int) -> Ints:
-        """Split tokens over `num_seqs` sequences, or over more if these would be too long."""
+        """Return the lengths of `num_seqs` sequences with `num_tokens` tokens in all, or of more sequences if
+        these would be too long."""
         num_seqs = min(max(num_seqs, -(-num_tokens // self.max_len)), num_tokens)
         lens = np.full(num_seqs, num_tokens // num_seqs, np.int32)
         lens[: num_tokens % num_seqs] += 1

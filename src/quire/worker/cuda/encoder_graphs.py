@@ -106,7 +106,8 @@ class TowerGraphs:
 
 
 def captured(run: Run, pool: Any) -> tuple[list[Tensor], Callable[[], None]]:
-    """Capture a run on a separate stream, while other threads may wait for steps."""
+    """Capture a run as a CUDA graph on a separate stream, while other threads may wait for steps. Return the
+    outputs and a function that replays the graph."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -79,8 +79,8 @@ class MaskedSampling:
         return ConstrainedDevice(self._assignment[:count], self._assignment[self._width_at :], self._bits)
 
     def send(self, masks: Masks, places: Ints) -> bool:
-        """Copy the masks to the device; later launches of the step wait for the copy. `places` [max_rows] is
-        the index of each row's first sample. Return False if there are too many masks."""
+        """Copy grammar masks to the device; later launches of the step wait for the copy. `places` [max_rows]
+        is the index of each row's first sample. Return False if there are too many masks."""
         if masks.bits.size > len(self._bits):
             return False
         at = places[masks.rows] + masks.sample_index if len(masks.sample_index) else places[masks.rows]

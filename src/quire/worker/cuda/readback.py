@@ -36,7 +36,8 @@ class PendingTokens:
         self._all_rows = all_rows
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait for the copy without a timeout: a step on a GPU is short, or the device has failed."""
+        """Wait for the copy, whatever the timeout, and return True: a step on a GPU is short, or the device
+        has failed."""
         if self._copied is not None:
             with device_failures():
                 self._copied.synchronize()

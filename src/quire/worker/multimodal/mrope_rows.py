@@ -44,7 +44,8 @@ class MRopePositions:
     def fill(
         self, into: NDArray[np.int64], plan: StepPlan, rows: NDArray[np.intp], places: NDArray[np.intp]
     ) -> None:
-        """Fill `into` [axes, tokens or more]; `rows` and `places` are each token's row and position."""
+        """Write the M-RoPE positions of a step's tokens to `into` [axes, tokens or more]; `rows` and `places`
+        are each token's row and position in the sequence."""
         into = into[:, : len(places)]
         into[:] = np.clip(places + self.ahead[rows], 0, self.last)
         at = 0

@@ -94,7 +94,8 @@ class Alignment:
 
 
 def smooth_weights(weights: Tensor) -> Tensor:
-    """Normalize attention weights [heads, tokens, states] over tokens; smooth them by a median filter."""
+    """Return attention weights [heads, tokens, states], normalized over tokens and smoothed over encoder
+    states by a median filter."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
     weights = (weights - mean) / spread.clamp_min(torch.finfo(spread.dtype).tiny)
     half = _WIDTH // 2

@@ -50,7 +50,8 @@ class SequenceEnds(NamedTuple):
     """Sampling function of drafts; None for greedy drafts."""
 
     def pick(self, logits: Tensor, ahead: int) -> Tensor:
-        """Choose draft tokens from logits; they are `ahead` positions after the sequences' last tokens."""
+        """Return draft tokens [B] from logits [B, vocab]; their positions are `ahead` after the sequences'
+        last tokens."""
         return logits.argmax(-1) if self.sample is None else self.sample(logits, self.last + ahead)
 
 
@@ -80,7 +81,7 @@ class Drafter(Protocol):
     `catch_up` on all tokens of a sequence but the last two before it proposes."""
 
     def observe(self, batch: Batch, target: TargetStates) -> None:
-        """Read a step of the target."""
+        """Update the drafter with a step of the target model: the batch of the step and its results."""
 
     def catch_up(self, batch: Batch) -> None:
         """Compute tokens that the draft model has not computed yet."""
@@ -120,7 +121,8 @@ class _DraftBatches:
         return model(batch)
 
     def _reuse_buffers(self, batch: Batch) -> Batch:
-        """Copy a small batch on a CPU into the buffers of the last batch of its size."""
+        """Return a small batch on a CPU in the buffers of the last batch of its size; return other batches as
+        they are."""
         if len(batch.token_ids) > self.max_taped or batch.token_ids.device.type != "cpu":
             return batch
         kept = self._batches.setdefault(_key(batch), batch)

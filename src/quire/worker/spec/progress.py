@@ -20,7 +20,7 @@ _ALIGN = 16
 
 
 class Span(NamedTuple):
-    """A range of tokens of a row."""
+    """The tokens of a row from position `start` up to, but not including, `end`."""
 
     row: int
     start: int
