@@ -112,7 +112,8 @@ def check_vocabulary(
 
 
 def _check_draft_model(draft: ArchFacts) -> None:
-    """Raise if this model cannot be a draft model, which must be able to compute rejected positions again."""
+    """Raise a ConfigError if this model cannot be a draft model, which computes positions again after draft
+    tokens were rejected: one with recurrent states cannot, for instance."""
     cannot = {
         "attends in both directions": draft.encoder is not None,
         "is run by transformers": draft.borrowed is not None,

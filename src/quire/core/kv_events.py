@@ -112,7 +112,8 @@ class EventPublisher:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
             log.warning(
-                "The KV events that are queued are dropped: they could not be sent within %g s", CLOSE_S
+                "Shutting down: queued KV events are dropped, because they could not be sent within %g s",
+                CLOSE_S,
             )
         self._thread.join(CLOSE_S)
 

@@ -125,7 +125,7 @@ def _error_reply(call: ControlCall, error: Exception) -> Reply:
     text = str(error).encode(errors="backslashreplace").decode()  # invalid text would end the core
     if isinstance(error, RequestError | TypeError | ValueError):
         return Reply(call.number, error=text, is_request=True, param=getattr(error, "param", None))
-    log.error("The control call %r failed", call.method, exc_info=error)
+    log.error("The engine core failed to run %r; the caller gets the error", call.method, exc_info=error)
     return Reply(call.number, error=text or type(error).__name__)
 
 

@@ -63,7 +63,7 @@ class ModelCores:
             await self.engine.operation.wake_up()
             self._is_awake = True
         except EngineError as error:
-            log.warning("Waking up a model failed; its engine cores are restarted: %s", error)
+            log.warning("Waking up a model failed (%s); its engine cores are restarted", error)
             await self.unload()
             await self.load()
 

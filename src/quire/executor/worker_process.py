@@ -311,7 +311,11 @@ class Steps:
                 result = pending.wait()
         except Exception as error:
             if self.place.rank.tp == 0 and not is_cut_off(error):  # the other ranks would log the same
-                log.error("Step %d failed in this worker process", step, exc_info=error)
+                log.error(
+                    "Step %d failed in this worker process; the engine core finds the requests that caused it",
+                    step,
+                    exc_info=error,
+                )
             is_fatal = isinstance(error, EngineDead)
             self.port.report(Failed(one_line(error), step=step, is_fatal=is_fatal))
             if self.place.sends_results:

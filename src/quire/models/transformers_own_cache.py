@@ -23,7 +23,8 @@ _CHUNKABLE = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 
 
 class _CacheMark(nn.Module):
-    """Placeholder for the cache of one layer in the engine's memory plan. Its memory is not used."""
+    """Stands for the KV cache of one layer in the engine's memory plan, so that the scheduler counts blocks.
+    The model keeps its keys and values in transformers' own cache objects."""
 
     def __init__(self, cache_spec: CacheSpec) -> None:
         super().__init__()

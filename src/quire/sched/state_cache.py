@@ -77,8 +77,8 @@ class StateCache:
         return 0
 
     def use(self, key: bytes, hints: CacheHints | None = None) -> int:
-        """Return the slot of the checkpoint after the block with this key. It is now the last to be evicted,
-        and retained if there are hints."""
+        """Return the slot of the state checkpoint after the block with this key, which must exist. It is now
+        the last to be evicted; `hints` retain it longer, as they retain blocks."""
         slot = self.pool.find(key + STATE_MARK)
         assert slot is not None, "lookup() found no checkpoint"
         self.pool.share([slot])

@@ -193,8 +193,8 @@ def _apply_scales(
     num: tl.tensor, size_out: tl.tensor,
     BLOCKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Multiply the sums `acc` by the scales of rows `m` of x and of outputs `n`, which begin at `first`.
-    Scales of blocks are already applied."""
+    """Return the sums `acc` times the scales of rows `m` of x and of outputs `n`. The scales of these outputs
+    begin at index `first` of `scale`. If `BLOCKED`, return `acc`, which has the scales already."""
     if scale is not None and not BLOCKED:
         acc *= tl.load(x_scale + m, mask=m < num, other=0.0)[:, None]
         acc *= tl.load(scale + first + n, mask=n < size_out, other=0.0)[None, :]

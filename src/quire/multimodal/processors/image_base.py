@@ -154,7 +154,8 @@ class ImageProcessor(SpanProcessor):
         return self.resize(image, (side, side), keys)
 
     def resize_frames(self, video: Video, keys: ConfigReader) -> NDArray[np.uint8]:
-        """Resize the frames of a video to squares: [frames, side, side, 3]."""
+        """Resize the frames of a video to the square size in the preprocessor config `keys`, to [frames, side,
+        side, 3]."""
         return np.stack([self.resize_to_square(Image.fromarray(frame), keys) for frame in video.frames])
 
     def check_square(self, keys: ConfigReader) -> None:

@@ -127,7 +127,9 @@ class Graphs:
                 shape = GraphShape(size, query_len, adapters, self.axes)
                 self._by_size[size, adapters] = captured(shape, intermediate_tensors=intermediate_tensors)
             if time.monotonic() - started > seconds:
-                log.warning("Capturing CUDA graphs takes long: batches smaller than %d run without", size)
+                log.warning(
+                    "Capturing CUDA graphs took too long and stops: batches smaller than %d run without", size
+                )
                 break
         self._sizes = sorted({size for size, _ in self._by_size})
         for (size, tokens), adapters in product(reversed(mixed_shapes), lora_variants):
