@@ -201,8 +201,8 @@ def main() -> None:
 
 
 def result_row(jobs: Sequence[SimulatedRequest], seconds: float, itl_s: float) -> str:
-    """Return the columns of a table: the share of requests that met their latency targets, the number of
-    these per second of the run, and p50 and p99 of TTFT (short prompts) and ITL. `itl_s` is the target of ITL."""
+    """Return the columns of a table: the share of requests that met their targets, the number of these per
+    second of the run, and p50 and p99 of TTFT (short prompts) and of ITL. `itl_s` is the ITL target."""
     num_good = sum(job.is_good(itl_s) for job in jobs)
     firsts = [(job.token_times or [math.inf])[0] - job.arrives_at for job in jobs if job.num_in < 1000]
     first = 1e3 * np.percentile(firsts, (50, 99), method="nearest")

@@ -312,7 +312,7 @@ class Steps:
         except Exception as error:
             if self.place.rank.tp == 0 and not is_cut_off(error):  # the other ranks would log the same
                 log.error(
-                    "Step %d failed in this worker process; the engine core finds the requests that caused it",
+                    "Step %d failed in this worker process; the engine core looks for the cause",
                     step,
                     exc_info=error,
                 )

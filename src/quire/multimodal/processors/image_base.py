@@ -154,8 +154,8 @@ class ImageProcessor(SpanProcessor):
         return self.resize(image, (side, side), keys)
 
     def resize_frames(self, video: Video, keys: ConfigReader) -> NDArray[np.uint8]:
-        """Resize the frames of a video to the square size in the preprocessor config `keys`, to [frames, side,
-        side, 3]."""
+        """Resize the frames of a video to the squares that the vision encoder reads, [frames, side, side, 3].
+        `keys` is the preprocessor config."""
         return np.stack([self.resize_to_square(Image.fromarray(frame), keys) for frame in video.frames])
 
     def check_square(self, keys: ConfigReader) -> None:
