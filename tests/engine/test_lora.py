@@ -191,9 +191,10 @@ def test_unloaded_adapters_leave_no_memory(
         gc.collect()
         return sizes()
 
-    before = come_and_go(6)
-    grown = come_and_go(12) - before
-    assert {kind: count for kind, count in grown.items() if count >= 12} == {}
+    # What is kept once, such as a module that is imported late, does not grow again.
+    before, between, after = come_and_go(6), come_and_go(12), come_and_go(12)
+    grown, again = between - before, after - between
+    assert {kind: count for kind, count in grown.items() if min(count, again[kind]) >= 12} == {}
 
 
 def sizes() -> Counter[str]:
