@@ -178,25 +178,28 @@ class _Samples:
     """The last steps of one class: the terms of each step and its measured seconds."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self.terms, self.seconds = np.zeros((0, _NUM_TERMS)), np.zeros(0)
-        self._added_at = np.zeros(0, np.int64)
+        self._terms, self._seconds = np.zeros((most, _NUM_TERMS)), np.zeros(most)
+        self._added_at, self._first = np.full(most, -1), 0
         self.num_seen = 0
 
     def add(self, terms: Floats, seconds: float, now: int) -> None:
         """Add a step at the time `now`, counted in steps with prompt tokens. It replaces the oldest step if
         there are too many."""
-        first = int(len(self.seconds) == self._most)
-        self.terms = np.concatenate([self.terms[first:], terms[None]])
-        self.seconds = np.append(self.seconds[first:], seconds)
-        self._added_at = np.append(self._added_at[first:], now)
+        at = self.num_seen % len(self._seconds)
+        self._terms[at], self._seconds[at], self._added_at[at] = terms, seconds, now
         self.num_seen += 1
 
     def forget(self, until: int) -> None:
         """Forget the steps that were added before the time `until`."""
-        first = int(np.searchsorted(self._added_at, until))
-        self.terms, self.seconds = self.terms[first:], self.seconds[first:]
-        self._added_at = self._added_at[first:]
+        self._first = max(0, until)
+
+    @property
+    def terms(self) -> Floats:
+        return self._terms[self._added_at >= self._first]
+
+    @property
+    def seconds(self) -> Floats:
+        return self._seconds[self._added_at >= self._first]
 
     def ratios(self, costs: Floats) -> Floats:
         """Return the ratio of the measured seconds to the estimated seconds of each step."""
