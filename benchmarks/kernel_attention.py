@@ -1,6 +1,6 @@
 """Time the paged attention kernels by tile shape and number of KV splits, on an idle GPU.
 
-python benchmarks/kernel_attention.py {decode,prefill} [--short] [--fp8]
+python benchmarks/kernel_attention.py {decode,prefill,far} [--short] [--fp8]
 """
 
 import argparse
@@ -83,6 +83,11 @@ class Load:
 
     def prefill(self, cache: Cache, shape: AttentionShape, tiles: Tensor) -> None:
         launch.attend_tiles(self._args(cache), tiles, None, shape)
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Return the query starts and sequence lengths with an empty sequence at the end."""
+        starts, lens = self.seqs.query_starts, self.seqs.seq_lens
+        return torch.cat((starts, starts[-1:])), torch.cat((lens, lens.new_zeros(1)))
 
     def _args(self, cache: Cache) -> launch.AttentionArgs:
         return launch.AttentionArgs(self.out, self.q, cache, self.seqs, self.layer)
@@ -169,6 +174,37 @@ def prefill_rows(shapes: list[AttentionShape], cache_dtype: torch.dtype) -> Iter
             }
 
 
+def far_rows(shapes: list[AttentionShape], cache_dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Yield rows of results for a few queries after many keys, in one program for a tile and in pieces, for
+    several numbers of programs per multiprocessor."""
+    lengths = [(16, 512), (64, 2048), (64, 8192), (64, 32768), (256, 2048), (256, 8192), (256, 32768)]
+    lengths += [(512, 512), (512, 8192), (1024, 32768), (2048, 32768), (64, 200_000)]
+    for model, (num_queries, length) in itertools.product(MODELS, lengths):
+        load = Load(model, 1, num_queries, length, cache_dtype)
+        keys = num_queries * (length - num_queries) + num_queries * (num_queries + 1) / 2
+        flops = 4 * keys * load.layer.heads * load.layer.head_dim
+        runs: dict[Any, Callable[[Cache], None]] = {}
+        for shape in shapes:
+            tile = shape.block_m // load.layer.group
+            runs[shape, 0] = partial(load.prefill, shape=shape, tiles=load.tiles(shape))
+            padded = load.padded()
+            for per_sm in (1, 2):
+                programs = per_sm * 132 // load.layer.kv_heads
+                _, pieces = launch.cut_on_device(*padded, num_queries, 4, tile, programs)
+                runs[shape, per_sm] = partial(load.prefill, shape=shape, tiles=pieces)
+        for (shape, per_sm), time_s, error in measured(load, runs):
+            yield {
+                "model": model,
+                "seqs": num_queries,
+                "keys": length,
+                "shape": shape,
+                "per_sm": per_sm,
+                "us": round(time_s * 1e6, 1),
+                "TFLOP/s": round(flops / time_s / 1e12),
+                "error": round(error, 4),
+            }
+
+
 def host_seconds() -> float:
     """Return the host's seconds of one launch, without waiting for the device."""
     load = Load("8B", 8, 1, CONTEXT, torch.bfloat16)
@@ -188,11 +224,14 @@ def compile_all(what: str, shapes: list[AttentionShape], cache_dtype: torch.dtyp
                 load.decode(load.caches[0], shape, 2)
             else:
                 load.prefill(load.caches[0], shape, load.tiles(shape))
+            if what == "far":
+                pieces = torch.zeros((1, 6), dtype=torch.int32, device="cuda")
+                load.prefill(load.caches[0], shape, pieces)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("decode", "prefill"))
+    parser.add_argument("what", choices=("decode", "prefill", "far"))
     parser.add_argument("--short", action="store_true", help="only the shapes in use")
     parser.add_argument("--fp8", action="store_true", help="over an 8-bit cache")
     args = parser.parse_args()
@@ -206,7 +245,7 @@ def main() -> None:
         layer = AttentionLayer(32, 8, 128, 1.0, 0, 0.0, 1.0, 1.0)
         shapes = [launch.tile_shape(layer, torch.bfloat16, 2048)] if args.short else TILE_SHAPES
         compile_all(args.what, shapes, cache_dtype)
-        rows = list(prefill_rows(shapes, cache_dtype))
+        rows = list((far_rows if args.what == "far" else prefill_rows)(shapes, cache_dtype))
     print_best(rows)
 
 

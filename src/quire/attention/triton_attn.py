@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec, named, why_no_gpu
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
+from quire.data.step_plan import Ints
 from quire.kernels import batch_invariant
 from quire.kernels.host_to_device import copy_to_device
 
@@ -32,63 +34,61 @@ class _Split:
     num_few: int
     tiles: Tensor | None
     """[tiles, 2] int32: query tiles of the sequences with more queries, as (sequence, first query); None if
-    there are none."""
+    there are none. If some tiles are cut, [pieces, 6]: see `attention_pieces.cut_tiles`."""
 
 
 @dataclass(slots=True)
 class _Step:
     batch: Batch
-    splits: dict[tuple[int, int], _Split] = field(default_factory=dict)
+    splits: dict[tuple[int, int, int], _Split] = field(default_factory=dict)
 
-    def split(self, few: int, tile: int) -> _Split:
+    def split(self, few: int, tile: int, programs: int) -> _Split:
         """Assign sequences with at most `few` queries to the decode kernel, and the others, in tiles of
-        `tile` queries, to the prompt kernel. The result is cached for the next layers of the step."""
-        if (few, tile) not in self.splits:
-            self.splits[few, tile] = _split(self.batch, few, tile)
-        return self.splits[few, tile]
+        `tile` queries, to the prompt kernel. `programs` programs share the keys of all tiles; 0: tiles are
+        not cut into pieces. The result is cached for the next layers of the step."""
+        key = few, tile, programs
+        if key not in self.splits:
+            self.splits[key] = _split(self.batch, *key)
+        return self.splits[key]
 
 
-def _split(batch: Batch, few: int, tile: int) -> _Split:
-    if batch.are_mixed:
-        return _split_on_device(batch.query_starts, len(batch.token_ids), few, tile)
+def _split(batch: Batch, few: int, tile: int, programs: int) -> _Split:
+    from quire.kernels.triton.attention_launch import cut_on_device
+
     lens, device = batch.query_lens_host, batch.seq_lens.device
-    # A captured CUDA graph keeps reading the same tensors, so those of decodes are cached.
-    return (_split_cached if batch.are_decodes else _split_on_host)(lens.tobytes(), few, tile, device)
+    if batch.are_mixed:
+        num_tokens = len(batch.token_ids)
+        starts, seq_lens = batch.query_starts, batch.seq_lens
+        selected, work = cut_on_device(starts, seq_lens, num_tokens, few, tile, programs)
+        return _Split(selected, len(selected), work)
+    if batch.are_decodes:  # a captured CUDA graph keeps reading the same tensors, so they are cached
+        return _split_decodes(lens.tobytes(), few, tile, device)
+    return _split_on_host(lens, batch.seq_lens_host, few, tile, programs, device)
 
 
-def _split_on_host(query_lens: bytes, few: int, tile: int, device: torch.device) -> _Split:
-    lens = np.frombuffer(query_lens, np.int32)
+def _split_on_host(
+    lens: Ints, seq_lens: Ints, few: int, tile: int, programs: int, device: torch.device
+) -> _Split:
+    from quire.kernels.triton.attention_launch import cut_on_host
+
     many = np.flatnonzero(lens > few)
     if not len(many):
         return _Split(None, len(lens), None)
     counts = -(-lens[many] // tile)
     ends = np.cumsum(counts)
     # The last tile of a sequence comes first: it has the most keys.
-    firsts = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * tile
-    tiles = np.stack((np.repeat(many, counts), firsts), axis=1)
-    short = np.flatnonzero(lens <= few)
-    work = copy_to_device(np.concatenate((tiles.ravel(), short)).astype(np.int32), device)
-    return _Split(work[tiles.size :], len(short), work[: tiles.size].view(-1, 2))
+    seqs, firsts = np.repeat(many, counts), (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * tile
+    tiles: NDArray[np.int64] = np.column_stack((seqs, firsts))
+    num_keys = seq_lens[seqs] - lens[seqs] + np.minimum(firsts + tile, lens[seqs])
+    work, short = cut_on_host(tiles, num_keys, programs), np.flatnonzero(lens <= few)
+    indices = copy_to_device(np.concatenate((work.ravel(), short)).astype(np.int32), device)
+    return _Split(indices[work.size :], len(short), indices[: work.size].view(work.shape))
 
 
-_split_cached = cache(_split_on_host)
-
-
-def _split_on_device(query_starts: Tensor, num_tokens: int, few: int, tile: int) -> _Split:
-    """Compute the `_Split` on the device, if the host does not know the lengths. It has the maximum number of
-    tiles, some of which are empty."""
-    lens, last = query_starts.diff(), len(query_starts) - 2
-    index = torch.arange(last + 1, device=lens.device)
-    pads = index == last
-    counts = torch.where((lens > few) | pads, (lens + (tile - 1)) // tile, 0)
-    ends = counts.cumsum(0)
-    most = num_tokens // tile + 1 + min(last, num_tokens // (few + 1))
-    tiles = torch.arange(most, device=lens.device)
-    seqs = torch.searchsorted(ends, tiles, right=True).clamp_(max=last)
-    # An unused tile starts after the last token, so it is empty.
-    firsts = torch.where(tiles < ends[-1], (ends[seqs] - 1 - tiles) * tile, num_tokens)
-    short = torch.where((lens > 0) & (lens <= few) & ~pads, index, last)
-    return _Split(short.int(), last + 1, torch.stack((seqs, firsts), 1).int())
+@cache
+def _split_decodes(query_lens: bytes, few: int, tile: int, device: torch.device) -> _Split:
+    lens = np.frombuffer(query_lens, np.int32)
+    return _split_on_host(lens, lens, few, tile, 0, device)
 
 
 class TritonAttention:
@@ -124,6 +124,7 @@ class TritonAttention:
     ) -> Tensor:
         from quire.kernels.triton import attention_launch as launch
         from quire.kernels.triton.attention import AttentionSeqs
+        from quire.kernels.triton.launch import only_compiles
 
         layer = _layer(spec)
         few, most = 1 if batch.last_visible is not None else layer.few, batch.max_query_len
@@ -140,9 +141,12 @@ class TritonAttention:
             self._attend_fixed(batch, args)
             return out
         shape = launch.tile_shape(layer, q.dtype, most)
-        split: _Split = batch.attention.split(few, shape.block_m // layer.group)
+        programs = 0 if batch.last_visible is not None else launch.programs_of(layer, q.device)
+        split: _Split = batch.attention.split(few, shape.block_m // layer.group, programs)
         if split.tiles is not None:
             launch.attend_tiles(args, split.tiles, batch.last_visible, shape)
+            if programs and only_compiles() and not batch.are_decodes:
+                launch.attend_tiles(args, split.tiles.new_zeros((1, 6)), None, shape)
         if split.num_few:
             launch.attend_shares(args, split.few, most_queries=few if few > layer.few else 1)
         return out
@@ -158,9 +162,9 @@ class TritonAttention:
         if not launch.fits_fixed_shares(layer, least, len(batch.seq_lens), few):
             few = 0
         shape = launch.fixed_shape(layer, dtype, most)
-        split: _Split = batch.attention.split(few, shape.block_m // layer.group)
+        split: _Split = batch.attention.split(few, shape.block_m // layer.group, 0)
         if split.tiles is not None:
-            launch.attend_tiles(args, split.tiles, batch.last_visible, shape, is_fixed=True)
+            launch.attend_fixed_tiles(args, split.tiles, batch.last_visible, shape)
         if few and split.num_few:
             launch.attend_fixed_shares(args, split.few, least, few)
 

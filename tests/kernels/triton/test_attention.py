@@ -1,8 +1,11 @@
 """Tests of the launch parameters of paged attention; tests/attention tests its results."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from by_hand import Chunks, check
+from by_hand import Chunks, attend, check, make_case
 from interpreter import more
 from torch import Tensor
 
@@ -55,6 +58,47 @@ def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int, window:
     check(
         TritonAttention(), [*chunks, (40, 9)], AttentionSpec(4, 2, 16, torch.float32, window), device=DEVICE
     )
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "sinks", "num_sms"), [((4, 2), True, 40), *more(((6, 1), False, 12), ((4, 2), False, 80))]
+)
+def test_tiles_far_into_a_prompt_are_cut(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], sinks: bool, num_sms: int, on_device: bool
+) -> None:
+    """Check pieces that are missing or counted twice, sinks that are counted in each piece, and tiles beside
+    decodes and padding. Lengths are known to the host, or only on the device."""
+    for name, value in (("MIN_PIECE", 32), ("PIECE_GAIN", 0), ("_STEP", 32)):
+        monkeypatch.setattr(launch, name, value)
+    monkeypatch.setattr(launch, "sms", lambda device: (num_sms, 1 << 18))
+    chunks: Chunks = [(40, 9), (1, 5), (20, 140), (3, 31), (1, 70), (70, 2), (1, -1)]
+    spec = AttentionSpec(*heads, 16, torch.float32)
+    case = make_case(chunks, spec, block=16, sinks=sinks, device=DEVICE)
+    expected, num_tokens = case.expected(), len(case.q)
+    if on_device:
+        case.batch.are_mixed, case.batch.token_ids = True, torch.zeros(num_tokens)
+        case.batch.query_lens_host = np.full(len(chunks), num_tokens, np.int32)
+    merged: list[int] = []
+    attend_tiles = launch.attend_tiles
+
+    def attend_and_count(args: Any, work: Tensor, *others: Any) -> None:
+        merged.append(int(work[:, 5].max()))
+        attend_tiles(args, work, *others)
+
+    monkeypatch.setattr(launch, "attend_tiles", attend_and_count)
+    torch.testing.assert_close(attend(TritonAttention(), case), expected, atol=1e-5, rtol=1e-5)
+    assert max(merged) > 1
+
+
+def test_only_tiles_that_are_longer_than_a_share_are_cut() -> None:
+    tiles = np.zeros((2, 2), np.int64)
+    assert launch.cut_on_host(tiles, np.array([500, 900]), 16) is tiles
+    assert launch.cut_on_host(tiles, np.array([32_000, 32_000]), 0) is tiles
+    pieces = launch.cut_on_host(tiles, np.array([8192, 100]), 16)[:, 2:].tolist()
+    assert len(pieces) == 14
+    assert pieces[:2] == [[0, 640, 0, 13], [640, 1280, 0, 13]]
+    assert pieces[-2:] == [[7680, 8320, 0, 13], [0, 2**31 - 1, 13, 1]]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ class Scores(NamedTuple):
     v_scale: Any
 
 
+class PieceResults(NamedTuple):
+    """Results of the pieces of tiles of prompts, as kernel arguments. The last program of a tile merges those
+    of all its pieces."""
+
+    sums: Any
+    """[pieces, kv_heads, rows, head_dim] float32"""
+    tops: Any
+    """[pieces, kv_heads, 2, rows] float32: maximum score, sum of softmax weights"""
+    arrivals: Any
+    """[pieces, kv_heads] int32, number of finished pieces of a tile, indexed by its first piece; zeros before
+    and after each launch"""
+
+
 class PartialAttention(NamedTuple):
     """Partial results of sequences whose keys lie in several shares. A share is the keys that one program of
     split-KV decode processes. It has up to two partial results: of a sequence that begins in an earlier
@@ -267,13 +280,21 @@ def finish(
 @triton.jit
 def tiles(
     out: tl.tensor, q: tl.tensor, q_stride: tl.tensor, cache: tl.tuple, seqs: tl.tuple, work: tl.tensor,
-    sinks: tl.tensor, alibi_slopes: tl.tensor, reach: tl.tensor, scores_by: tl.tuple,
+    sinks: tl.tensor, alibi_slopes: tl.tensor, reach: tl.tensor, scores_by: tl.tuple, partial: tl.tuple,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute attention of one tile of queries to all its keys; `out` is [tokens, heads, head_dim]. `work`
-    [tiles, 2] has the sequence of each tile and its first query. Grid: (tiles, kv_heads)."""
+    [tiles, 2] has the sequence of each tile and its first query. Grid: (tiles, kv_heads).
+
+    With `partial`, the keys of some tiles are cut into pieces of a program each: `work` [pieces, 6] then has
+    also the first key, the end of the keys, the tile's first piece and its number of pieces; 0: unused."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
+    if partial is not None:
+        work += 4 * tile
+        count = tl.load(work + 2 * tile + 5)
+        if count == 0:
+            return
     seq, skipped = tl.load(work + 2 * tile), tl.load(work + 2 * tile + 1)
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
     low = seq_len - (tl.load(seqs.query_starts + seq + 1) - start) + skipped
@@ -282,8 +303,11 @@ def tiles(
         q, q_stride, kv_head, tl.num_programs(1), start + skipped, low, high, GROUP, DIM, BLOCK_D, BLOCK_M
     )
     table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
-    acc, most, total = initial(sinks, heads, tile >= 0, BLOCK_D)
-    last, end, first = places, high, 0
+    last, end, first, is_first = places, high, 0, tile >= 0
+    if partial is not None:
+        first, stop = tl.load(work + 2 * tile + 2), tl.load(work + 2 * tile + 3)
+        end, is_first = tl.minimum(end, stop), first == 0
+    acc, most, total = initial(sinks, heads, is_first, BLOCK_D)
     if reach is not None:
         last = tl.load(reach + start + skipped + (places - low))
         end = tl.max(last, 0) + 1
@@ -295,4 +319,53 @@ def tiles(
         scores_by,
         WINDOW, CHUNKED, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
-    finish(out, acc, total, scores_by.v_scale, at, valid)
+    if partial is None:  # noqa: SIM114  known when the kernel is compiled
+        finish(out, acc, total, scores_by.v_scale, at, valid)
+    elif count == 1:
+        finish(out, acc, total, scores_by.v_scale, at, valid)
+    else:
+        begin = tl.load(work + 2 * tile + 4)
+        sums, tops = _places_of_piece(partial, tile, kv_head, BLOCK_M, BLOCK_D, DIM)
+        tl.store(sums, acc, mask=valid)
+        tl.store(tops, most)
+        tl.store(tops + BLOCK_M, total)
+        arrivals = partial.arrivals + begin * tl.num_programs(1) + kv_head
+        # All threads must have written before the arrival is counted.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1:
+            tl.store(arrivals, 0)
+            acc, total = _merge_pieces(partial, begin, count, kv_head, valid, BLOCK_M, BLOCK_D, DIM)
+            finish(out, acc, total, scores_by.v_scale, at, valid)
+
+
+@triton.jit
+def _places_of_piece(
+    partial: tl.tuple, piece: tl.tensor, kv_head: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DIM: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return the addresses of a piece's sums of values [rows, dims] and maximum scores [rows]."""
+    row, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    at = (piece * tl.num_programs(1) + kv_head).to(tl.int64)
+    sums = partial.sums + at * (BLOCK_M * DIM) + row[:, None] * DIM + dims[None, :]
+    return sums, partial.tops + at * (2 * BLOCK_M) + row
+
+
+@triton.jit
+def _merge_pieces(
+    partial: tl.tuple, begin: tl.tensor, count: tl.tensor, kv_head: tl.tensor, valid: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DIM: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return the sums of values [rows, dims] and of softmax weights [rows] of a tile's pieces."""
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    most, total = tl.full([BLOCK_M], NEVER, tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    for piece in range(begin, begin + count):
+        sums, tops = _places_of_piece(partial, piece, kv_head, BLOCK_M, BLOCK_D, DIM)
+        top = tl.load(tops, cache_modifier=".cg")
+        weight = tl.load(tops + BLOCK_M, cache_modifier=".cg")
+        higher = tl.maximum(most, top)
+        shrink, factor = tl.exp2(most - higher), tl.exp2(top - higher)
+        values = tl.load(sums, mask=valid, other=0.0, cache_modifier=".cg")
+        acc = acc * shrink[:, None] + values * factor[:, None]
+        total = total * shrink + weight * factor
+        most = higher
+    return acc, total

@@ -3,15 +3,20 @@
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.triton import attention as kernels
 from quire.kernels.triton import attention_fixed as fixed
-from quire.kernels.triton.attention import AttentionSeqs, Cache, PartialAttention, Scores
-from quire.kernels.triton.launch import launch, overlap
+from quire.kernels.triton.attention import AttentionSeqs, Cache, PartialAttention, PieceResults, Scores
+from quire.kernels.triton.attention_pieces import cut_tiles
+from quire.kernels.triton.launch import allocate_indices, launch, overlap
 from quire.kernels.triton.split_kv import attend_split_kv
+
+Int64s = NDArray[np.int64]
 
 _LOG2_E = 1.4426950408889634
 _DEFAULT_SMS = 4, 1 << 18
@@ -22,10 +27,18 @@ FIXED_SPLIT = 256
 """Keys of the shortest split of the batch-invariant mode; a multiple of every `block_n`."""
 _FIXED_BYTES = 256 << 20
 """Maximum bytes of the results of splits in the batch-invariant mode."""
-_FIXED_ITEMS = 1 << 16
-"""Minimum number of counters of the batch-invariant mode. They are allocated once, not in a CUDA graph."""
+_COUNTERS = 1 << 16
+"""Minimum number of arrival counters. They are allocated once, not in a CUDA graph."""
 MIN_KEYS = 64
 """Minimum keys per share (the keys of one program): with fewer, the merge costs more than is saved."""
+
+
+MIN_PIECE, PIECE_GAIN = 512, 512
+"""Minimum keys of a piece of a tile of a prompt, and minimum keys by which a tile that is cut is longer than
+a piece: with fewer, the merge costs more than is saved."""
+_STEP, _MOST_PIECES = 128, 32
+"""Divisor of the keys of a piece, a multiple of every `block_n`, and maximum number of programs that share
+keys, since one program merges the pieces of a tile."""
 
 
 class AttentionShape(NamedTuple):
@@ -155,18 +168,70 @@ class AttentionArgs(NamedTuple):
         return len(self.seqs.seq_lens) if work is None else len(work)
 
 
-def attend_tiles(
-    args: AttentionArgs, work: Tensor, reach: Tensor | None, shape: AttentionShape, *, is_fixed: bool = False
-) -> None:
-    """Launch the prefill kernel for the tiles in `work` [tiles, 2] (sequence, first query); with `is_fixed`,
-    that of the batch-invariant mode."""
+def attend_tiles(args: AttentionArgs, work: Tensor, reach: Tensor | None, shape: AttentionShape) -> None:
+    """Launch the prefill kernel for the tiles in `work` [tiles, 2] (sequence, first query), or for the pieces
+    of tiles in `work` [pieces, 6], see `attention_pieces.cut_tiles`."""
     out, q, cache, seqs, layer, sinks, alibi_slopes = args
-    splits = {"SPLIT": FIXED_SPLIT, "MOST": most_splits(layer)} if is_fixed else {}
-    launch(fixed.fixed_tiles if is_fixed else kernels.tiles, len(work), layer.kv_heads)(
+    results = None
+    if work.shape[1] > 2:
+        results = _piece_results(len(work) * layer.kv_heads, shape.block_m, layer.head_dim, q.device)
+    launch(kernels.tiles, len(work), layer.kv_heads)(
+        out, q, q.stride(0), cache, seqs, work, sinks, alibi_slopes, reach, _scores(layer), results,
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        **args.constants,
+    )  # fmt: skip
+
+
+def attend_fixed_tiles(
+    args: AttentionArgs, work: Tensor, reach: Tensor | None, shape: AttentionShape
+) -> None:
+    """Compute the tiles in `work` [tiles, 2] (sequence, first query) in the batch-invariant mode."""
+    out, q, cache, seqs, layer, sinks, alibi_slopes = args
+    launch(fixed.fixed_tiles, len(work), layer.kv_heads)(
         out, q, q.stride(0), cache, seqs, work, sinks, alibi_slopes, reach, _scores(layer),
         BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, num_warps=shape.num_warps, num_stages=shape.num_stages,
-        **splits, **args.constants,
+        SPLIT=FIXED_SPLIT, MOST=most_splits(layer), **args.constants,
     )  # fmt: skip
+
+
+def programs_of(layer: AttentionLayer, device: torch.device) -> int:
+    """Return the number of programs that share the keys of the prompts' tiles of one KV head, or 0 if tiles
+    are not cut: a window limits their keys."""
+    return 0 if layer.window else min(max(1, sms(device)[0] // layer.kv_heads), _MOST_PIECES)
+
+
+def cut_on_host(tiles: Int64s, num_keys: Int64s, programs: int) -> Int64s:
+    """Return the pieces [pieces, 6] of the tiles [tiles, 2], which have `num_keys` [tiles] keys, or the tiles
+    if none of them is cut. See `attention_pieces.cut_tiles`."""
+    if not programs:
+        return tiles
+    size = max(-(-int(num_keys.sum()) // (programs * _STEP)) * _STEP, MIN_PIECE)
+    counts = np.where(num_keys - PIECE_GAIN > size, -(-num_keys // size), 1)
+    if counts.max() == 1:
+        return tiles
+    begins = np.cumsum(counts) - counts
+    owner = np.repeat(np.arange(len(tiles)), counts)
+    first = (np.arange(len(owner)) - begins[owner]) * size
+    ends = np.where(counts[owner] > 1, first + size, 2**31 - 1)
+    return np.column_stack((tiles[owner], first, ends, begins[owner], counts[owner]))
+
+
+def cut_on_device(
+    query_starts: Tensor, seq_lens: Tensor, num_tokens: int, few: int, tile: int, programs: int
+) -> tuple[Tensor, Tensor]:
+    """Assign the sequences of a batch to attention kernels on the device, if the host does not know the
+    lengths: return those with at most `few` queries, and the tiles of the others or, if `programs` share
+    their keys, the pieces [pieces, 6]. Some of both are unused."""
+    num_seqs, device = len(seq_lens), seq_lens.device
+    num_pieces = num_tokens // tile + 1 + min(num_seqs - 1, num_tokens // (few + 1)) + programs
+    selected = allocate_indices(num_seqs, dtype=torch.int32, device=device)
+    work = allocate_indices(num_pieces, 6, dtype=torch.int32, device=device)
+    launch(cut_tiles, 1)(
+        selected, work, query_starts, seq_lens, num_seqs, num_tokens, num_pieces, programs,
+        FEW=few, TILE=tile, STEP=_STEP, LEAST=MIN_PIECE, GAIN=PIECE_GAIN,
+        SEQS=triton.next_power_of_2(num_seqs), num_warps=1,
+    )  # fmt: skip
+    return selected, work if programs else work[:, :2].contiguous()
 
 
 def attend_shares(
@@ -214,7 +279,7 @@ def attend_fixed_shares(
     ahead = overlap(len(q), layer.heads * layer.head_dim)
     launch(fixed.fixed_shares, layer.kv_heads, programs)(
         out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
-        PartialAttention(sums, tops, _arrivals(max(items, _FIXED_ITEMS), q.device)), BLOCK_M=shape.block_m,
+        PartialAttention(sums, tops, _arrivals(max(items, _COUNTERS), q.device)), BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n, SPLIT=FIXED_SPLIT, MOST=most, KINDS=kinds, ROWS=rows, OVERLAP=ahead,
         launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages, **args.constants,
     )  # fmt: skip
@@ -245,6 +310,12 @@ def _partial(shares: int, rows: int, head_dim: int, device: torch.device) -> Par
     sums = torch.empty(shares * 2 * rows * head_dim, dtype=torch.float32, device=device)
     tops = torch.empty(shares * 2 * rows * 2, dtype=torch.float32, device=device)
     return PartialAttention(sums, tops, _arrivals(shares, device))
+
+
+def _piece_results(pieces: int, rows: int, head_dim: int, device: torch.device) -> PieceResults:
+    sums = torch.empty(pieces * rows * head_dim, dtype=torch.float32, device=device)
+    tops = torch.empty(pieces * rows * 2, dtype=torch.float32, device=device)
+    return PieceResults(sums, tops, _arrivals(max(pieces, _COUNTERS), device))
 
 
 @cache
