@@ -59,8 +59,8 @@ class SimulatedGpu(NamedTuple):
 
 
 DEVICES = {
-    "0.6B": SimulatedGpu((0.70e-3, 12e-6, 30e-9, 0.8e-3, 2.4e-6, 460e-12), 0.36e-6, 0.011, 0.2, 2.0, 0.010),
-    "8B": SimulatedGpu((3.9e-3, 22e-6, 34e-9, 1.5e-3, 22.5e-6, 950e-12), 0.41e-6, 0.011, 0.5, 4.0, 0.030),
+    "0.6B": SimulatedGpu((0.70e-3, 12e-6, 30e-9, 0.8e-3, 2.4e-6, 460e-12), 0.05e-6, 0.011, 0.2, 2.0, 0.010),
+    "8B": SimulatedGpu((3.9e-3, 22e-6, 34e-9, 1.5e-3, 22.5e-6, 950e-12), 0.09e-6, 0.011, 0.5, 4.0, 0.030),
 }
 """Costs near those of an H200: docs/performance.md."""
 
