@@ -301,7 +301,9 @@ class TritonOps:
         q = torch.empty(num_tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
         if not num_tokens:
             return q
-        few = 2 if num_tokens <= _FEW_TOKENS or batch_invariant.is_on() else 8
+        few, warps = (2, 1) if num_tokens <= _FEW_TOKENS else (8, 2)
+        if few == 8 and norms is not None and batch_invariant.is_on():
+            warps = 4  # two heads per warp, so that the sums of a norm have the same order as for few tokens
         scaled, ahead = k_cache.element_size() == 1, overlap(num_tokens, heads * dim)
         q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
         launch(_rotate_and_write, num_tokens, triton.cdiv(heads + 2 * kv_heads, few))(
@@ -311,7 +313,7 @@ class TritonOps:
             LIMIT=limit_of(k_cache), HEADS=few,
             BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)), OVERLAP=ahead, launch_pdl=ahead,
-            num_warps=1 if few == 2 else 2,
+            num_warps=warps,
         )  # fmt: skip
         return q
 
