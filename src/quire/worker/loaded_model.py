@@ -74,7 +74,8 @@ class LoadedModel:
         self.layout = self._layout(facts)
         self.ep = open_dispatch(
             world,
-            parallel.all2all_backend,
+            # Sums of outputs that are sent back have no fixed order.
+            "allgather_reducescatter" if batch_invariant.is_on() else parallel.all2all_backend,
             strategy=parallel.expert_placement_strategy,
             num_redundant=Eplb.of(parallel).num_redundant_experts,
             num_few=0 if self.device.type == "cpu" else ladder(config.scheduler.max_num_seqs)[-1],
