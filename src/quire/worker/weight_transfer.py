@@ -16,7 +16,13 @@ from quire.config.env import Env
 from quire.errors import ConfigError, RequestError
 from quire.loader.safetensors import entries_of
 from quire.loader.update import TensorInfo
-from quire.parallel.broadcast import PACKED_BYTES, BroadcastGroup, chunks, num_bytes
+from quire.parallel.broadcast import (
+    PACKED_BYTES,
+    BroadcastGroup,
+    StatelessProcessGroup,
+    chunks,
+    num_bytes,
+)
 
 _SHM = Path("/dev/shm")
 _SHM_NAME = re.compile(r"[\w.-]{1,200}")
@@ -126,7 +132,7 @@ class BroadcastTransport(_Transport):
             )
         self._options = {name: info[name] for name in self._PACKING if name in info}
         address = str(info["master_address"]), info["master_port"]
-        self._group = BroadcastGroup(*address, rank, size, self._device)
+        self._group = BroadcastGroup(StatelessProcessGroup.create(*address, rank, size), self._device)
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
         _check_keys("update_info", info, _META, self._PACKING)
