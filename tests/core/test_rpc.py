@@ -300,6 +300,8 @@ def test_abort_by_external_request_ids(core: RpcCore) -> None:
         core.add(id)
     assert core.answer("abort", request_ids=["cmpl-1", "cmpl-2", "nobody"]).value == 3
     assert "cmpl-3-ab15" not in core.ended
+    assert core.answer("abort", request_ids=[]).value == 0
+    assert core.answer("abort", request_ids=None).value == 1
 
 
 # ---- LoRA adapters

@@ -281,10 +281,14 @@ class Operator:
             yield None
             self.core.sample_tokens()
 
-    def abort(self, request_ids: Iterable[str]) -> int:
-        """End the requests with these ids, as clients know them; return the number of aborted sequences."""
-        wanted, inside = set(request_ids), [*self.core.scheduler.requests, *self.core.pause_state.outside]
-        ended = self.core.abort([id for id in inside if wanted & set(_names_of(id))])
+    def abort(self, request_ids: Iterable[str] | None) -> int:
+        """End the requests with these ids, as clients know them, or all (None); return the number of aborted
+        sequences."""
+        inside = [*self.core.scheduler.requests, *self.core.pause_state.outside]
+        if request_ids is not None:
+            wanted = set(request_ids)
+            inside = [id for id in inside if wanted & set(_names_of(id))]
+        ended = self.core.abort(inside)
         self._end(ended)
         return len(ended)
 

@@ -211,8 +211,9 @@ class CoreControl:
     async def profile(self, start: bool, prefix: str | None = None) -> None:
         await self._call_all("profile", {"start": start, "prefix": prefix}, None)
 
-    async def abort(self, request_ids: list[str]) -> int:
-        """Abort the requests with these ids on all cores; return the number of aborted sequences."""
+    async def abort(self, request_ids: list[str] | None) -> int:
+        """Abort the requests with these ids (None: all) on all cores; return the number of aborted
+        sequences."""
         return sum(await self._call_all("abort", {"request_ids": request_ids}))
 
 
