@@ -177,6 +177,18 @@ def test_pause_with_abort_ends_running_and_waiting_requests(core: RpcCore) -> No
     assert core.is_right("ccc")
 
 
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_kept_requests_are_recomputed_if_the_cache_is_cleared(core: RpcCore, clear_cache: bool) -> None:
+    """Check that no key or value is left that was computed by weights from before the pause."""
+    core.add("a")
+    core.until(lambda: len(core.tokens.get("a", [])) == 5)
+    core.answer("pause", mode="keep", clear_cache=clear_cache)
+    assert (core.core.scheduler.kv.pool.usage == 0) is clear_cache
+    core.answer("resume")
+    core.until(lambda: "a" in core.ended)
+    assert core.is_right("a")
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_kept_requests_restart_after_sleep(core: RpcCore, level: int) -> None:
     """Check that no prefix or block is taken for filled in the new cache."""

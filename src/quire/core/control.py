@@ -96,7 +96,8 @@ class Operator:
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> Work:
         """Pause: admit no request, and wait until the core is at rest. Mode `abort` ends all requests, `wait`
-        finishes all admitted requests, `keep` holds them until the core is resumed."""
+        finishes all admitted requests, `keep` holds them until the core is resumed. With `clear_cache`, held
+        requests are recomputed then, as after a preemption."""
         core = self.core
         core.pause_state.pause(mode)
         if mode == "abort":
@@ -106,6 +107,7 @@ class Operator:
                 raise RequestError("the engine was resumed before it was paused completely")
             yield None
         if clear_cache:
+            core.scheduler.requeue_running()
             core.reset_prefix_cache()
 
     def resume(self) -> None:

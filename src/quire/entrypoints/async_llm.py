@@ -184,7 +184,8 @@ class AsyncLLMEngine:
         self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
     ) -> None:
         """Pause the engine; new requests wait. By `mode`, running requests are aborted (`abort`), completed
-        first (`wait`) or continued after `resume_generation` (`keep`)."""
+        first (`wait`) or continued after `resume_generation` (`keep`). `clear_cache` drops cached prefixes,
+        and kept requests compute their tokens again."""
         mode = "wait" if wait_for_inflight_requests else mode
         await (await self._operation()).pause(mode, clear_cache=clear_cache)
 

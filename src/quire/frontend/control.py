@@ -59,10 +59,9 @@ class CoreControl:
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause all cores and wait until they are idle; requests that arrive meanwhile wait. `mode` decides
         on running requests: `abort` ends them, `wait` lets them finish, `keep` continues them after `resume`.
-        `clear_cache` also empties the prefix caches, except with `keep`."""
-        clears = clear_cache and mode != "keep"
-        await self._call_all("pause", {"mode": mode, "clear_cache": clears}, None)
-        if clears:
+        `clear_cache` also empties the prefix caches; kept requests are recomputed, as after a preemption."""
+        await self._call_all("pause", {"mode": mode, "clear_cache": clear_cache}, None)
+        if clear_cache:
             self._forget_prefixes()
 
     async def resume(self) -> None:

@@ -89,8 +89,8 @@ def _add_pause_routes(app: FastAPI, api: GenerationService) -> None:
         mode: Mode = "abort", clear_cache: bool = True, wait_for_inflight_requests: bool = False
     ) -> Response:
         """Pause the engine; new requests wait. By `mode`, running requests are aborted (`abort`), finished
-        first (`wait`) or continued after /resume (`keep`). `wait_for_inflight_requests` is the old name of
-        `wait`."""
+        first (`wait`) or continued after /resume (`keep`). `clear_cache` drops cached prefixes, and kept
+        requests compute their tokens again. `wait_for_inflight_requests` is the old name of `wait`."""
         await api.engine.operation.pause(
             "wait" if wait_for_inflight_requests else mode, clear_cache=clear_cache
         )
