@@ -42,6 +42,9 @@ class WeightTransport(Protocol):
     def receive(self, info: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
         """Yield the tensors in order. Each is valid until the next one."""
 
+    def drain(self, tensors: Iterator[Tensor]) -> None:
+        """Take the rest of the tensors that `receive` yields, if the trainer waits for it."""
+
 
 def tensor_infos(info: Mapping[str, Any]) -> list[TensorInfo]:
     """Return the tensors that the lists `names`, `dtype_names` and `shapes` describe."""
@@ -106,6 +109,9 @@ class _Transport:
     def connect(self, info: Mapping[str, Any]) -> None:
         _check_keys("init_info", info, (), ())
 
+    def drain(self, tensors: Iterator[Tensor]) -> None:
+        """Do nothing: the trainer does not wait for this worker."""
+
 
 class BroadcastTransport(_Transport):
     """Receives broadcasts of the trainer, rank 0 of a group: NCCL between GPUs, Gloo between CPUs."""
@@ -152,6 +158,12 @@ class BroadcastTransport(_Transport):
             buffer = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8, device=self._device)
             self._group.broadcast(buffer, src=0)
             yield from split(buffer, chunk)
+
+    def drain(self, tensors: Iterator[Tensor]) -> None:
+        """Take part in the broadcasts of a refused update, which block the trainer until all ranks do."""
+        if self._group is not None:
+            for _ in tensors:
+                pass
 
 
 class IpcTransport(_Transport):
