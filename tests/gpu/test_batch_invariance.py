@@ -246,3 +246,42 @@ def check_speculation(path: Path) -> None:
         answers.append([list(output.outputs[0].token_ids) for output in outputs])
         llm.llm_engine.close()
     assert answers[0] == answers[1]
+
+
+def test_sampled_answers_one_by_one_and_in_one_batch(tmp_path: Path) -> None:
+    """Check tokens and logprobs of 32 seeded requests, and that decodes have the logprobs of a prompt."""
+    path, _ = make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)
+    llm = opened(path, "graphs", logprobs_mode="raw_logprobs")
+    prompts = prompts_of(*(5 + 13 * number % 290 for number in range(32)))
+    params = SamplingParams(temperature=0.6, seed=1234, max_tokens=16, ignore_eos=True, logprobs=5)
+    together = [sampled(output) for output in generated(llm, prompts, params)]
+    llm.reset_prefix_cache()
+    assert [sampled(generated(llm, [prompt], params)[0]) for prompt in prompts] == together
+    llm.reset_prefix_cache()
+    whole = [
+        prompt + [token for token, _ in answer] for prompt, answer in zip(prompts, together, strict=True)
+    ]
+    again = generated(llm, whole, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for output, answer in zip(again, together, strict=True):
+        last = zip(answer, (output.prompt_logprobs or [])[-len(answer) :], strict=True)
+        assert all(position and position[token].logprob == logprob for (token, logprob), position in last)
+    llm.llm_engine.close()
+
+
+def sampled(output: RequestOutput) -> list[tuple[int, float]]:
+    """Return the sampled tokens with their logprobs."""
+    (answer,) = output.outputs
+    positions = zip(answer.token_ids, answer.logprobs or [], strict=True)
+    return [(token, position[token].logprob) for token, position in positions]
+
+
+def test_bits_differ_without_the_mode(tmp_path: Path) -> None:
+    """Check that the comparisons of this file can fail."""
+    path, _ = make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)
+    llm = opened(path, "graphs", batch_invariant=False)
+    expected, differ = logits_among(llm, 0), 0
+    for others in (6, 31, 255):
+        llm.reset_prefix_cache()
+        differ += not torch.equal(logits_among(llm, others), expected)
+    assert differ
+    llm.llm_engine.close()

@@ -119,10 +119,10 @@ def test_batch_invariant_mode_gathers_tokens(
     def fail(world: World, backend: str, **options: Any) -> None:
         raise ConfigError(f"this would open {backend}")
 
-    monkeypatch.setattr(batch_invariant, "_switch", {"on": is_fixed})
+    monkeypatch.setattr(batch_invariant, "_switch", {"on": False})
     monkeypatch.setattr(loaded_model, "open_dispatch", fail)
     with pytest.raises(ConfigError, match="allgather_reducescatter" if is_fixed else "all2all"):
-        open_tiny(make_tiny("llama", tmp_path)[0], all2all_backend="all2all")
+        open_tiny(make_tiny("llama", tmp_path)[0], all2all_backend="all2all", batch_invariant=is_fixed)
 
 
 @pytest.mark.parametrize("backend", ["allgather_reducescatter", "all2all"])

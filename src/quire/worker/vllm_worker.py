@@ -83,6 +83,11 @@ class VllmWorker(Worker):
     def model_runner(self) -> ModelRunner:
         return ModelRunner(self, self.vllm_config)
 
+    def reload_weights(self) -> None:
+        """Raise a NotImplementedError, which trainers expect from vLLM: `wake_up` restores the weights, and
+        reading the checkpoint again would drop those of the trainer."""
+        raise NotImplementedError("the weights need no reloading: wake_up has restored them")
+
     def get_model(self) -> Any:
         return self.model_runner.model
 
