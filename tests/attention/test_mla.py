@@ -14,6 +14,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.cpu_mla import CPUMLA
 from quire.attention.mla import MLABackend, MLAEntry, MLALoRA, MLASpec, TorchMLA, choose
 from quire.attention.triton_mla import TritonMLA
+from quire.kernels import batch_invariant
 from quire.kernels.cpu import native
 from quire.kernels.cpu.ops import CPUOps
 from quire.kernels.ops import Ops
@@ -83,14 +84,27 @@ def test_latent_attention_matches_explicit_keys_and_values(name: str, chunks: Ch
 ADAPTED: dict[str, type[Ops]] = {"torch": Reference, "cpu": CPUOps, "triton": TritonOps}
 
 
+@pytest.mark.parametrize("heads_at_once", [1, 3])
+def test_adapters_in_the_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch, heads_at_once: int) -> None:
+    """Check latents of some heads at a time, each with its part of the adapters."""
+    monkeypatch.setattr(batch_invariant, "_switch", {"on": True})
+    num_bytes = 2 * sum(size for size, _ in MANY) * SPEC.rank * 4 * heads_at_once
+    monkeypatch.setattr(triton_mla, "EXPANDED_BYTES", num_bytes)
+    check_adapters("triton")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_sequence_uses_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(cpu_mla, "FEW_QUERIES", 8)
+    monkeypatch.setattr(cpu_mla, "EXPANDED_BYTES", 1)
+    check_adapters(name)
+
+
+def check_adapters(name: str) -> None:
     """Check that adapters apply to both halves and only to their own latents.
 
     An infinity in an unused adapter must not spread.
     """
-    monkeypatch.setattr(cpu_mla, "FEW_QUERIES", 8)
-    monkeypatch.setattr(cpu_mla, "EXPANDED_BYTES", 1)
     device = DEVICE if name == "triton" else "cpu"
     case, q, weight = case_of(MANY, SPEC, torch.float32, device, None)
     owner = AdapterSlots(max_slots=3, max_rank=4, dtype=torch.float32, device=torch.device(device))

@@ -11,6 +11,7 @@ from quire.attention.cpu_mla import CPUMLA
 from quire.attention.mla import MLABackend, MLASpec, TorchMLA
 from quire.attention.sparse_indices import SparseIndices
 from quire.attention.triton_mla import TritonMLA
+from quire.kernels import batch_invariant
 from quire.kernels.cpu import native
 from quire.kernels.triton.sparse_indexer import scores
 
@@ -52,6 +53,35 @@ def test_each_token_selects_its_best_keys() -> None:
             )
             torch.testing.assert_close(selected, best, atol=1e-4, rtol=1e-4)
         at += new
+
+
+@pytest.mark.parametrize("beside", [[], [(1, 300)], [(5, 900), (1, -1)]], ids=["alone", "300", "905"])
+def test_batch_invariant_selection(monkeypatch: pytest.MonkeyPatch, beside: Chunks) -> None:
+    """Check that slots are in the order of positions and that the first of equal scores are selected, for any
+    length of other sequences; most scores here are zero."""
+    monkeypatch.setattr(batch_invariant, "_switch", {"on": True})
+    case, weights, keys = case_of([(3, 60), *beside])
+    case.q[:3] = case.q[:3].where(torch.arange(5, device=DEVICE)[:, None] == 1, 0.0)
+    keys *= keys > 1.2
+    topk_indices = sparse_indices.select(case.q, weights, keys, case.batch, MOST)
+    assert topk_indices is not None and topk_indices.lens[:3].tolist() == [MOST] * 3
+    for token in range(3):
+        positions = torch.arange(61 + token, device=DEVICE)
+        slots = case.batch.block_tables[case.batch.rows[0]].long()[positions // keys.shape[1]] * keys.shape[1]
+        slots += positions % keys.shape[1]
+        by_head = (case.q[token] @ keys.flatten(0, 1)[slots].t()).relu()
+        best = (weights[token] @ by_head).sort(descending=True, stable=True).indices[:MOST]
+        assert topk_indices.slots[token].tolist() == slots[best.sort().values].tolist()
+
+
+def test_batch_invariant_selection_of_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a sequence whose keys all fit keeps their order beside a longer one."""
+    monkeypatch.setattr(batch_invariant, "_switch", {"on": True})
+    case, weights, keys = case_of([(1, 9), (1, 200)])
+    topk_indices = sparse_indices.select(case.q, weights, keys, case.batch, MOST)
+    assert topk_indices is not None and topk_indices.lens.tolist() == [10, MOST]
+    flat = keys.flatten(0, 1)[topk_indices.slots[0, :10].long()]
+    assert torch.equal(flat, case.keys[0][:, 0])
 
 
 def test_no_selection_if_all_keys_fit() -> None:

@@ -1,14 +1,17 @@
-"""A script of TRL's GRPO trainer with vLLM in the same process, which `quire python` runs unchanged."""
+"""A script of TRL's GRPO trainer with vLLM in the same process, or with a server on the port that is named,
+which `quire python` runs unchanged."""
 
 import json
 import sys
+from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 
-model, folder = sys.argv[1:]
+model, folder, *ports = sys.argv[1:]
 completions_seen: list[list[str]] = []
 
 
@@ -17,6 +20,14 @@ def reward(completions: list[str], **_: object) -> list[float]:
     return [float(text.count("e")) for text in completions]
 
 
+mode: dict[str, Any] = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.05}
+if ports:
+    port, group_port = map(int, ports)
+    mode = {"vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_port": port}
+    mode["vllm_group_port"] = group_port
+    connect = VLLMClient.init_communicator
+    # TRL refuses to send weights from a CPU.
+    VLLMClient.init_communicator = lambda self, device: connect(self, "cuda")
 trainer = GRPOTrainer(
     model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
     processing_class=PreTrainedTokenizerFast(
@@ -27,8 +38,7 @@ trainer = GRPOTrainer(
     args=GRPOConfig(
         output_dir=folder,
         use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.05,
+        **mode,
         max_steps=5,
         per_device_train_batch_size=4,
         num_generations=4,

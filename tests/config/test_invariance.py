@@ -32,13 +32,11 @@ def test_setting_wins_over_the_environment(machine: Machine) -> None:
     ("settings", "changes", "words"),
     [
         ({"attention_backend": "flash_attn"}, {}, "TRITON_ATTN, not FLASH_ATTN"),
-        ({"enable_expert_parallel": True}, {}, "expert parallelism"),
+        ({"enable_eplb": True}, {}, "moves experts"),
         ({"runner": "pooling"}, {}, "with pooling"),
         ({}, {"altup": SimpleNamespace()}, "AltUp"),
         ({}, {"borrowed": SimpleNamespace()}, "code of transformers"),
         ({}, {"media": SimpleNamespace()}, "language_model_only"),
-        ({}, {"mla": SimpleNamespace(index=SimpleNamespace(), rank=8, rope=8)}, "sparse-attention"),
-        ({"enable_lora": True}, {"mla": SimpleNamespace(index=None)}, "LoRA on multi-head latent"),
     ],
 )
 def test_models_without_the_mode_are_refused_on_a_gpu(

@@ -177,6 +177,18 @@ def test_pause_with_abort_ends_running_and_waiting_requests(core: RpcCore) -> No
     assert core.is_right("ccc")
 
 
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_kept_requests_are_recomputed_if_the_cache_is_cleared(core: RpcCore, clear_cache: bool) -> None:
+    """Check that no key or value is left that was computed by weights from before the pause."""
+    core.add("a")
+    core.until(lambda: len(core.tokens.get("a", [])) == 5)
+    core.answer("pause", mode="keep", clear_cache=clear_cache)
+    assert (core.core.scheduler.kv.pool.usage == 0) is clear_cache
+    core.answer("resume")
+    core.until(lambda: "a" in core.ended)
+    assert core.is_right("a")
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_kept_requests_restart_after_sleep(core: RpcCore, level: int) -> None:
     """Check that no prefix or block is taken for filled in the new cache."""
@@ -300,6 +312,8 @@ def test_abort_by_external_request_ids(core: RpcCore) -> None:
         core.add(id)
     assert core.answer("abort", request_ids=["cmpl-1", "cmpl-2", "nobody"]).value == 3
     assert "cmpl-3-ab15" not in core.ended
+    assert core.answer("abort", request_ids=[]).value == 0
+    assert core.answer("abort", request_ids=None).value == 1
 
 
 # ---- LoRA adapters

@@ -155,7 +155,7 @@ def test_requests_of_any_api_process_are_aborted_by_id(server: ServeProcess) -> 
         first = next(stream)
         assert isinstance(first, dict)
         body = {"request_ids": [first["id"], "no-such"]}
-        assert post(server, "/abort_requests", json=body) == {"aborted": 2}
+        assert post(server, "/abort_requests", json=body) == {"status": "aborted", "aborted": 2}
         stream_events = [event for event in stream if isinstance(event, dict)]
     assert [event["choices"][0]["finish_reason"] for event in stream_events][-2:] == ["abort", "abort"]
 

@@ -169,6 +169,36 @@ def test_update_by_broadcast(model: TextModel, new: Weights, expected: list[int]
     assert not trainer.is_alive() and output(llm) == expected
 
 
+def test_trainer_does_not_hang_if_its_update_is_refused(
+    model: TextModel, new: Weights, expected: list[int]
+) -> None:
+    """Check that the group stays usable: a refused update, another part of it, then a good one."""
+    llm, port = opened(model, "gloo"), free_port()
+    unknown = {"model.extra.weight": torch.ones(7)}
+
+    def train() -> None:
+        engine = NCCLWeightTransferEngine
+        group = engine.trainer_init({"master_address": "127.0.0.1", "master_port": port, "world_size": 2})
+        for weights in (new | unknown, new, new):
+            engine.trainer_send_weights(iter(weights.items()), {"group": group, "packed": True})
+
+    trainer = threading.Thread(target=train, daemon=True)
+    trainer.start()
+    address = {"master_address": "127.0.0.1", "master_port": port, "packed": True}
+    llm.init_weight_transfer_engine({"init_info": {**address, "rank_offset": 1, "world_size": 2}})
+    llm.start_weight_update()
+    with pytest.raises(RequestError, match="model.extra.weight: the model has no such"):
+        llm.update_weights({"update_info": described(new | unknown)})
+    with pytest.raises(RequestError, match="no weight update has been started"):
+        llm.update_weights({"update_info": described(new)})
+    assert output(llm) == model.greedy(PROMPT, 6)
+    llm.start_weight_update()
+    llm.update_weights({"update_info": described(new)})
+    llm.finish_weight_update()
+    trainer.join(120)
+    assert not trainer.is_alive() and output(llm) == expected
+
+
 def test_partial_update_changes_a_part_of_a_fused_layer(model: TextModel, new: Weights) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     llm = opened(model, "file")
@@ -246,7 +276,11 @@ def llm(model: TextModel) -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        (lambda llm: llm.update_weights({"update_info": {}}), "no weight update has been started"),
+        (lambda llm: llm.update_weights({"update_info": {}}), "update_info lacks names"),
+        (
+            lambda llm: llm.update_weights({"update_info": described({})}),
+            "no weight update has been started",
+        ),
         (lambda llm: llm.finish_weight_update(), "no weight update has been started"),
         (lambda llm: llm.finish_weight_update("a\nb"), "a weight version has 1 to 200 printable ASCII"),
         (lambda llm: llm.update_weight_version(""), "a weight version has 1 to 200 printable ASCII"),

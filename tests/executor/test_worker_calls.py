@@ -72,6 +72,8 @@ def test_calls_of_a_worker_in_this_process(model: TextModel, module: Any) -> Non
     llm = open_text(model, worker_extension_cls="my_worker.Extension")
     check_calls(llm, module, ranks=[0], size=1)
     assert llm.collective_rpc(lambda worker: worker.rank) == [0]
+    with pytest.raises(NotImplementedError, match="wake_up has restored them"):
+        llm.collective_rpc("reload_weights")
 
 
 def test_calls_of_ranks(model: TextModel, module: Any) -> None:

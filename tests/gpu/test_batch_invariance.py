@@ -17,6 +17,7 @@ from requantized import requantize
 from test_lora_all_families import RANK, chosen
 from tiny import generate_preempted, logits_of, open_tiny, prompts_of
 from torch import Tensor
+from zoo import architecture_of
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.data.outputs import RequestOutput
@@ -42,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "enforce_eager": True,
     },
 }
-LORA = {"enable_lora": True, "max_lora_rank": 8}
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 
 class Tracebacks(logging.Handler):
@@ -99,7 +100,8 @@ def logits_among(llm: LLM, others: int, *, place: int = 0, lora: LoRARequest | N
 
 def check(path: Path, *, lora: LoRARequest | None = None, **more: Any) -> None:
     """Compare the request alone with batches of 2, 7, 32 and 256, in several orders, after a prefix hit and a
-    preemption, and with an engine without graphs and with small chunks."""
+    preemption, and with an engine without graphs and with small chunks, in which the adapter has another
+    slot."""
     llm = opened(path, "graphs", **more)
     expected = logits_among(llm, 0, lora=lora)
     assert expected.isfinite().all()
@@ -116,6 +118,10 @@ def check(path: Path, *, lora: LoRARequest | None = None, **more: Any) -> None:
         assert torch.equal(resumed, expected), "after a preemption"
     llm.llm_engine.close()
     llm = opened(path, "eager, small chunks", **more)
+    if lora is not None:
+        generated(
+            llm, prompts_of(9), SamplingParams(max_tokens=1), lora_request=LoRARequest("first", 2, lora.path)
+        )
     for others, place in ((0, 0), (6, 2)):
         actual = logits_among(llm, others, place=place, lora=lora)
         assert torch.equal(actual, expected), f"eager and in small chunks, beside {others} others"
@@ -188,11 +194,41 @@ def test_float32(tmp_path: Path) -> None:
     check(make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)[0], dtype="float32")
 
 
-def test_adapters(tmp_path: Path) -> None:
-    architecture = "LlamaForCausalLM"
-    path, hf = make_tiny(architecture, tmp_path, **SIZES["llama"], **LONG)
-    save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture, hf))
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_adapters(family: str, tmp_path: Path) -> None:
+    """Check adapters of linear layers, experts and latents."""
+    path, hf = make_tiny(family, tmp_path, **(SIZES.get(family, {}) | LONG))
+    save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture_of(family), hf))
     check(path, lora=LoRARequest("a", 1, str(tmp_path / "a")), **LORA)
+
+
+@pytest.mark.parametrize("most", [12, 540])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention(family: str, most: int, tmp_path: Path) -> None:
+    """Check selections of equal scores, and prompts whose keys are all selected only beside longer ones."""
+    path, _ = make_tiny(family, tmp_path, **LONG, index_topk=most)
+    check(path)
+    if most > LENGTH:
+        llm = opened(path, "graphs", enable_prefix_caching=False)
+        expected = logits_among(llm, 0)
+        params = [SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=-1)] * 2
+        outputs = generated(llm, prompts_of(LENGTH) + prompts_of(650, seed=9), params)
+        assert torch.equal(logits_of(outputs[0]), expected), "beside a prompt that needs a selection"
+        llm.llm_engine.close()
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "data_parallel_size"])
+def test_expert_parallelism(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check two ranks on one GPU, which add through the host."""
+    monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
+    path, _ = make_tiny("qwen3_moe", tmp_path, **SIZES["qwen3_moe"], **LONG)
+    settings = {layout: 2, "enable_expert_parallel": True, "gpu_memory_utilization": 0.3}
+    llm = opened(path, "eager, small chunks", **settings)
+    expected = logits_among(llm, 0)
+    for others, place in ((1, 1), (6, 3), (31, 31)):
+        actual = logits_among(llm, others, place=place)
+        assert torch.equal(actual, expected), f"beside {others} others at {place}"
+    llm.llm_engine.close()
 
 
 def test_speculation_has_the_tokens_of_the_plain_engine(tmp_path: Path) -> None:
@@ -210,3 +246,42 @@ def check_speculation(path: Path) -> None:
         answers.append([list(output.outputs[0].token_ids) for output in outputs])
         llm.llm_engine.close()
     assert answers[0] == answers[1]
+
+
+def test_sampled_answers_one_by_one_and_in_one_batch(tmp_path: Path) -> None:
+    """Check tokens and logprobs of 32 seeded requests, and that decodes have the logprobs of a prompt."""
+    path, _ = make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)
+    llm = opened(path, "graphs", logprobs_mode="raw_logprobs")
+    prompts = prompts_of(*(5 + 13 * number % 290 for number in range(32)))
+    params = SamplingParams(temperature=0.6, seed=1234, max_tokens=16, ignore_eos=True, logprobs=5)
+    together = [sampled(output) for output in generated(llm, prompts, params)]
+    llm.reset_prefix_cache()
+    assert [sampled(generated(llm, [prompt], params)[0]) for prompt in prompts] == together
+    llm.reset_prefix_cache()
+    whole = [
+        prompt + [token for token, _ in answer] for prompt, answer in zip(prompts, together, strict=True)
+    ]
+    again = generated(llm, whole, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for output, answer in zip(again, together, strict=True):
+        last = zip(answer, (output.prompt_logprobs or [])[-len(answer) :], strict=True)
+        assert all(position and position[token].logprob == logprob for (token, logprob), position in last)
+    llm.llm_engine.close()
+
+
+def sampled(output: RequestOutput) -> list[tuple[int, float]]:
+    """Return the sampled tokens with their logprobs."""
+    (answer,) = output.outputs
+    positions = zip(answer.token_ids, answer.logprobs or [], strict=True)
+    return [(token, position[token].logprob) for token, position in positions]
+
+
+def test_bits_differ_without_the_mode(tmp_path: Path) -> None:
+    """Check that the comparisons of this file can fail."""
+    path, _ = make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)
+    llm = opened(path, "graphs", batch_invariant=False)
+    expected, differ = logits_among(llm, 0), 0
+    for others in (6, 31, 255):
+        llm.reset_prefix_cache()
+        differ += not torch.equal(logits_among(llm, others), expected)
+    assert differ
+    llm.llm_engine.close()

@@ -11,15 +11,19 @@ from gguf_files import make_tiny_gguf
 from oracle import load_tiny, make_tiny, random_prompts, run_paged
 from requantized import requantize
 from threads import groups, run_threads
+from tiny import open_tiny
 from torch import Tensor
 
 from quire.checkpoint.model import read_checkpoint
 from quire.config.expert_placement import balance
 from quire.config.parallel import Rank
+from quire.errors import ConfigError
+from quire.kernels import batch_invariant
 from quire.layers.moe import Experts
 from quire.parallel.all2all import open_dispatch
 from quire.parallel.group import ALONE
 from quire.parallel.world import World
+from quire.worker import loaded_model
 from quire.worker.eplb import move
 
 STEPS = [[10, 0, 17], [1, 4, 6], [1, 1, 1]]
@@ -104,6 +108,21 @@ def test_expert_parallel_logits_match_one_device(name: str, tmp_path: Path) -> N
     for backend in ("allgather_reducescatter", "all2all"):
         made = worlds(1, 2)
         compare(logits(path, made, backend=backend), right, made)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_batch_invariant_mode_gathers_tokens(
+    is_fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check for outputs that are sent back and then added in any order."""
+
+    def fail(world: World, backend: str, **options: Any) -> None:
+        raise ConfigError(f"this would open {backend}")
+
+    monkeypatch.setattr(batch_invariant, "_switch", {"on": False})
+    monkeypatch.setattr(loaded_model, "open_dispatch", fail)
+    with pytest.raises(ConfigError, match="allgather_reducescatter" if is_fixed else "all2all"):
+        open_tiny(make_tiny("llama", tmp_path)[0], all2all_backend="all2all", batch_invariant=is_fixed)
 
 
 @pytest.mark.parametrize("backend", ["allgather_reducescatter", "all2all"])

@@ -145,9 +145,9 @@ class FakeOperation:
     async def reset_mm_cache(self) -> None:
         self._record("reset_mm_cache")
 
-    async def abort(self, request_ids: list[str]) -> int:
-        self._record("abort", *request_ids)
-        return len(request_ids)
+    async def abort(self, request_ids: list[str] | None) -> int:
+        self._record("abort", *(["all"] if request_ids is None else request_ids))
+        return len(request_ids or ())
 
     async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
         """Accept any adapter with a config file that is not empty."""

@@ -17,6 +17,7 @@ from quire.attention.batch import Batch
 from quire.attention.cpu_attn import CPUAttention
 from quire.attention.mla import MLAEntry, MLALoRA, MLASpec, TorchMLA
 from quire.attention.torch_sdpa import read
+from quire.kernels import batch_invariant
 from quire.kernels.cpu import attention
 from quire.kernels.reference import mla
 
@@ -60,7 +61,7 @@ class CPUMLA(TorchMLA):
         if spec.width % attention.HEAD_DIM_STEP:
             return super().attend(q, weight, cache, batch, spec, adapted)
         expands = spec.query_dim % attention.HEAD_DIM_STEP == 0 and spec.v_dim <= spec.query_dim
-        if batch.max_query_len <= FEW_QUERIES or not expands:
+        if batch.max_query_len <= FEW_QUERIES or not expands or batch_invariant.is_on():
             return _attend_absorbed(q, weight, cache, batch, spec, adapted)
         out, lens = q.new_empty(len(q), spec.heads, spec.v_dim), batch.query_lens_host
         is_few = lens <= FEW_QUERIES

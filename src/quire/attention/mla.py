@@ -92,8 +92,14 @@ class MLALoRA(NamedTuple):
 
     def by_heads(self, spec: MLASpec) -> tuple[Tensor, Tensor]:
         """Split `b` into its key and value parts: [slots, heads, nope_dim or v_dim, adapter's rank]."""
-        keys, values = self.b.unflatten(1, (spec.heads, -1)).split([spec.nope_dim, spec.v_dim], 2)
+        by_heads = self.b.unflatten(1, (-1, spec.nope_dim + spec.v_dim))
+        keys, values = by_heads.split([spec.nope_dim, spec.v_dim], 2)
         return keys, values
+
+    def of_heads(self, heads: slice, spec: MLASpec) -> "MLALoRA":
+        """Return the same factors for some heads only."""
+        outputs = spec.nope_dim + spec.v_dim
+        return self._replace(b=self.b[:, heads.start * outputs : heads.stop * outputs])
 
     def select(self, ranks: Tensor) -> Tensor:
         """Return `ranks` [T, heads, slots, adapter's rank], the projections of each token by the adapters of
@@ -127,8 +133,10 @@ def absorb(q: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = N
     if adapted is None:
         return out
     keys, _ = adapted.by_heads(spec)
-    ranks = adapted.select(torch.einsum("thn,shnr->thsr", plain, keys.to(q.dtype)))
-    return out + torch.einsum("thsr,srl->thl", ranks, adapted.a.to(q.dtype))
+    by_head = keys.to(q.dtype).permute(1, 2, 0, 3).flatten(2)
+    ranks = bmm(plain.transpose(0, 1), by_head).transpose(0, 1).unflatten(2, (-1, keys.shape[3]))
+    rows, down = adapted.select(ranks).reshape(1, -1, by_head.shape[2]), adapted.a.to(q.dtype).flatten(0, 1)
+    return out + bmm(rows, down[None]).view(out.shape)
 
 
 def release(mixed: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = None) -> Tensor:
@@ -139,8 +147,11 @@ def release(mixed: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | Non
     if adapted is None:
         return out
     _, values = adapted.by_heads(spec)
-    ranks = adapted.select(torch.einsum("thl,srl->thsr", mixed, adapted.a.to(mixed.dtype)))
-    return out.add_(torch.einsum("thsr,shvr->thv", ranks, values.to(mixed.dtype)))
+    down = adapted.a.to(mixed.dtype).flatten(0, 1)
+    ranks = bmm(mixed.reshape(1, -1, mixed.shape[2]), down.t()[None])
+    rows = adapted.select(ranks.view(*mixed.shape[:2], *adapted.a.shape[:2])).flatten(2)
+    by_head = values.to(mixed.dtype).permute(1, 0, 3, 2).flatten(1, 2)
+    return out.add_(bmm(rows.transpose(0, 1), by_head).transpose(0, 1))
 
 
 class TorchMLA:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
+from quire.kernels import batch_invariant
 
 _SCORES_BYTES = 64 << 20
 """Maximum bytes of scores in memory at a time; the tokens are processed in parts that fit."""
@@ -20,7 +21,8 @@ class SparseIndices(NamedTuple):
     """Cache slots of the earlier tokens that the indexer has selected for each token to attend to."""
 
     slots: Tensor
-    """[T, top_k] int32 cache slots, best first; valid up to `lens`"""
+    """[T, top_k] int32 cache slots, valid up to `lens`: best first, or in the batch-invariant mode in the
+    order of their positions"""
     lens: Tensor
     """[T] int32, number of valid slots"""
 
@@ -66,10 +68,20 @@ def select(q: Tensor, weights: Tensor, keys: Tensor, batch: Batch, most: int) ->
         chunk = slice(first, first + step)
         args = rows[chunk], num_keys[chunk], width
         scores = _compute_scores(q[chunk], weights[chunk], keys, batch.block_tables, *args)
-        best = scores.topk(most, -1).indices
+        best = _best_in_order(scores, most) if batch_invariant.is_on() else scores.topk(most, -1).indices
         blocks = batch.block_tables[rows[chunk, None], best // block_size]
         slots[chunk] = blocks * block_size + best % block_size
     return SparseIndices(slots, num_keys.clamp(max=most).int())
+
+
+def _best_in_order(scores: Tensor, most: int) -> Tensor:
+    """Return the positions of the `most` best scores of each row, ascending; of equal scores the first ones.
+    Neither the number of columns nor the algorithm of `topk` changes the result, and attention adds in the
+    order in which it adds without a selection."""
+    bits = (scores + 0.0).view(torch.int32)  # one sign of zeros
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    unique = (ordered.long() << 32) - torch.arange(scores.shape[1], device=scores.device)
+    return unique.topk(most, -1).indices.sort(-1).values
 
 
 def _compute_scores(

@@ -127,15 +127,14 @@ def _attend_fixed(
 ) -> Tensor:
     """Compute attention in the batch-invariant mode: always in latent space, some heads at a time."""
     out = q.new_empty(len(q), spec.heads, spec.v_dim)
-    step = max(1, EXPANDED_BYTES // (2 * len(q) * spec.rank * q.element_size()))
-    if adapted is not None or step >= spec.heads:
-        step = spec.heads
+    step = min(max(1, EXPANDED_BYTES // (2 * len(q) * spec.rank * q.element_size())), spec.heads)
     for first in range(0, spec.heads, step):
         some = slice(first, first + step)
-        latent = absorb(q[:, some], weight[some], spec, adapted)
+        by_some = None if adapted is None else adapted.of_heads(some, spec)
+        latent = absorb(q[:, some], weight[some], spec, by_some)
         mixed, rope = q.new_empty(latent.shape), q[:, some, spec.nope_dim :]
         launch.attend_fixed(mixed, latent, rope, launch.latents_of(cache), seqs, _sizes(spec), most_queries)
-        out[:, some] = release(mixed, weight[some], spec, adapted)
+        out[:, some] = release(mixed, weight[some], spec, by_some)
     return out
 
 

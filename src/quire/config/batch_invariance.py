@@ -37,11 +37,8 @@ def resolve_batch_invariant(
 def _reasons(facts: ArchFacts, values: Mapping[str, Any], *, pools: bool) -> dict[str, bool]:
     """Return the features without batch-invariant kernels, each with whether the model or its settings use
     it."""
-    uses_lora, uses_experts = (values.get(name, False) for name in ("enable_lora", "enable_expert_parallel"))
     return {
-        "a sparse-attention indexer": facts.mla is not None and facts.mla.index is not None,
-        "LoRA on multi-head latent attention": facts.mla is not None and uses_lora,
-        "expert parallelism, which adds the outputs of experts by rank": uses_experts,
+        "enable_eplb, which moves experts between devices": values.get("enable_eplb", False),
         "alternating updates (AltUp)": facts.altup is not None,
         "the code of transformers, which selects its own kernels": facts.borrowed is not None,
         "pooling": pools,

@@ -76,7 +76,7 @@ class ModelSection:
     """Never capture CUDA graphs on a GPU, nor record decode steps on a CPU."""
     batch_invariant: bool = False
     """Compute the same bits for a request in any batch, at some cost in speed on a GPU. The C kernels of a
-    CPU always do."""
+    CPU always do, except for long chunks of models with latent attention."""
     served_model_name: tuple[str, ...]
     """Model names that the API accepts; it reports the first name. Default: the model argument."""
     hf_token: str | None = field(default=None, repr=False)

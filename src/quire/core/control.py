@@ -96,7 +96,8 @@ class Operator:
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> Work:
         """Pause: admit no request, and wait until the core is at rest. Mode `abort` ends all requests, `wait`
-        finishes all admitted requests, `keep` holds them until the core is resumed."""
+        finishes all admitted requests, `keep` holds them until the core is resumed. With `clear_cache`, held
+        requests are recomputed then, as after a preemption."""
         core = self.core
         core.pause_state.pause(mode)
         if mode == "abort":
@@ -106,6 +107,7 @@ class Operator:
                 raise RequestError("the engine was resumed before it was paused completely")
             yield None
         if clear_cache:
+            core.scheduler.requeue_running()
             core.reset_prefix_cache()
 
     def resume(self) -> None:
@@ -281,10 +283,14 @@ class Operator:
             yield None
             self.core.sample_tokens()
 
-    def abort(self, request_ids: Iterable[str]) -> int:
-        """End the requests with these ids, as clients know them; return the number of aborted sequences."""
-        wanted, inside = set(request_ids), [*self.core.scheduler.requests, *self.core.pause_state.outside]
-        ended = self.core.abort([id for id in inside if wanted & set(_names_of(id))])
+    def abort(self, request_ids: Iterable[str] | None) -> int:
+        """End the requests with these ids, as clients know them, or all (None); return the number of aborted
+        sequences."""
+        inside = [*self.core.scheduler.requests, *self.core.pause_state.outside]
+        if request_ids is not None:
+            wanted = set(request_ids)
+            inside = [id for id in inside if wanted & set(_names_of(id))]
+        ended = self.core.abort(inside)
         self._end(ended)
         return len(ended)
 

@@ -1,7 +1,7 @@
 """AsyncLLMEngine: an engine for programs with their own event loop; its cores run in child processes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -35,6 +35,8 @@ class AsyncLLMEngine:
         self._stack = AsyncExitStack()
         self._starting: asyncio.Task[AsyncEngine] | None = None
         self._ended = False
+        self._loras: dict[int, str] = {}
+        """Names of the adapters that `add_lora` has loaded, by their ids."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> "AsyncLLMEngine":
@@ -105,7 +107,67 @@ class AsyncLLMEngine:
     async def reset_mm_cache(self) -> None:
         await (await self._operation()).reset_mm_cache()
 
+    async def reset_encoder_cache(self) -> bool:
+        return await (await self._operation()).reset_encoder_cache()
+
     # ---- control
+
+    @property
+    def output_processor(self) -> "AsyncLLMEngine":
+        """Return the object with `get_num_unfinished_requests`, under vLLM's name."""
+        return self
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests that have been given to the engine and have not ended."""
+        is_started = self._starting is not None and self._starting.done() and not self._starting.cancelled()
+        return self._starting.result().num_in_flight if self._starting is not None and is_started else 0
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Abort the requests with these ids; their outputs end with the reason `abort`."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await (await self._operation()).abort(ids)
+
+    async def wait_for_requests_to_drain(self, drain_timeout: int = 300) -> None:
+        """Wait until no request is left; raise a TimeoutError after `drain_timeout` seconds."""
+        async with asyncio.timeout(drain_timeout):
+            while self.get_num_unfinished_requests():
+                await asyncio.sleep(0.05)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory; see `LLM.sleep`. By `mode`, running requests are aborted, completed or kept as by
+        `pause_generation`."""
+        await (await self._operation()).sleep(level, mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Restore the memory that `sleep` released: all of it, or by `tags` the `weights` or the
+        `kv_cache`."""
+        await (await self._operation()).wake_up(tags)
+
+    async def is_sleeping(self) -> bool:
+        return await (await self._operation()).is_sleeping()
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start to profile the workers. Requires `profiler_config`."""
+        await (await self._operation()).profile(True, profile_prefix)
+
+    async def stop_profile(self) -> None:
+        await (await self._operation()).profile(False)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter before a request needs it; return True."""
+        await (await self._operation()).add_adapter(lora_request)
+        self._loras[lora_request.lora_int_id] = lora_request.lora_name
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter that `add_lora` has loaded when no request uses it any more; return whether there
+        was one."""
+        name = self._loras.pop(lora_id, None)
+        return name is not None and await (await self._operation()).remove_adapter(name)
+
+    async def list_loras(self) -> set[int]:
+        """Return the ids of the adapters that `add_lora` has loaded."""
+        return set(self._loras)
 
     async def collective_rpc(
         self,
@@ -122,7 +184,8 @@ class AsyncLLMEngine:
         self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
     ) -> None:
         """Pause the engine; new requests wait. By `mode`, running requests are aborted (`abort`), completed
-        first (`wait`) or continued after `resume_generation` (`keep`)."""
+        first (`wait`) or continued after `resume_generation` (`keep`). `clear_cache` drops cached prefixes,
+        and kept requests compute their tokens again."""
         mode = "wait" if wait_for_inflight_requests else mode
         await (await self._operation()).pause(mode, clear_cache=clear_cache)
 

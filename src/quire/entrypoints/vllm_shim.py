@@ -6,6 +6,7 @@ import os
 import runpy
 import socket
 import sys
+import uuid
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -106,7 +107,12 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.distributed.weight_transfer.nccl_engine": _targets(
         "quire.parallel.broadcast", ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine")
     ),
-    "vllm.utils": _PARSER,
+    "vllm.distributed.device_communicators.pynccl": {
+        "PyNcclCommunicator": "quire.parallel.broadcast:BroadcastGroup"
+    },
+    "vllm.distributed.parallel_state": _targets("quire.worker.vllm_worker", ("get_world_group",)),
+    "vllm.distributed.utils": _targets("quire.parallel.broadcast", ("StatelessProcessGroup",)),
+    "vllm.utils": {**_PARSER, **_targets("quire.entrypoints.vllm_shim", ("random_uuid",))},
     "vllm.utils.network_utils": _targets("quire.entrypoints.vllm_shim", ("get_ip", "get_open_port")),
     "vllm.utils.argparse_utils": _PARSER,
     "vllm.assets.image": _targets("quire.entrypoints.vllm_assets", ("ImageAsset",)),
@@ -143,6 +149,11 @@ def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None 
         raise ConfigError("initialize_ray_cluster needs Ray: pip install 'quire[ray]'") from None
     if not ray.is_initialized():
         ray.init(address=ray_address, logging_level=logging.WARNING)
+
+
+def random_uuid() -> str:
+    """Return a random id for a request."""
+    return uuid.uuid4().hex
 
 
 def get_ip() -> str:

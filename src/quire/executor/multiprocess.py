@@ -46,7 +46,7 @@ from quire.executor.worker_group import LocalRanks, WorkerGroup
 from quire.executor.worker_process import local_ranks
 from quire.logs import get_logger
 from quire.memory import CacheSize, smallest_cache
-from quire.system.pickled_calls import pack_function, unpack_results
+from quire.system.pickled_calls import are_pickles_allowed, call_method, pack_function, unpack_results
 from quire.system.scratch import Scratch
 
 log = get_logger(__name__)
@@ -246,6 +246,8 @@ class RankedExecutor:
             packed = method if isinstance(method, bytes) else b""
             data = encode_call(WorkerCall(number, name, list(args), dict(kwargs or {}), packed))
         except (TypeError, ValueError, OverflowError) as error:
+            if isinstance(method, str) and are_pickles_allowed():
+                return self.call(call_method, (method, *args), kwargs, timeout_s)
             raise RequestError(f"{name}: its arguments cannot be sent: {error}", param="args") from None
         returned = self._returned[number] = {}
         try:

@@ -8,7 +8,7 @@ import msgspec
 from quire.data.control import DEFAULT_VERSION, LEVELS, MODES, check_choice, check_version
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import RequestError
-from quire.system.pickled_calls import pack_function, unpack_results
+from quire.system.pickled_calls import are_pickles_allowed, call_method, pack_function, unpack_results
 
 CALL_TIMEOUT_S = 30.0
 
@@ -59,10 +59,9 @@ class CoreControl:
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause all cores and wait until they are idle; requests that arrive meanwhile wait. `mode` decides
         on running requests: `abort` ends them, `wait` lets them finish, `keep` continues them after `resume`.
-        `clear_cache` also empties the prefix caches, except with `keep`."""
-        clears = clear_cache and mode != "keep"
-        await self._call_all("pause", {"mode": mode, "clear_cache": clears}, None)
-        if clears:
+        `clear_cache` also empties the prefix caches; kept requests are recomputed, as after a preemption."""
+        await self._call_all("pause", {"mode": mode, "clear_cache": clear_cache}, None)
+        if clear_cache:
             self._forget_prefixes()
 
     async def resume(self) -> None:
@@ -108,7 +107,8 @@ class CoreControl:
     ) -> list[Any]:
         """Call a method of every worker by name, or a function with each worker as its first argument; return
         the results of all workers in one list. Raise a RequestError after `timeout` seconds (None: no limit).
-        A function is pickled for workers in other processes."""
+        A function is pickled for workers in other processes, and so are arguments that msgpack cannot
+        encode."""
         name = method if isinstance(method, str) else "the function"
         is_packed = not isinstance(method, str) and not self._in_process
         call: dict[str, Any] = {
@@ -117,6 +117,14 @@ class CoreControl:
             "args": list(args),
             "kwargs": kwargs or {},
         }
+        if isinstance(method, str) and not self._in_process and not is_sendable(call):
+            if not are_pickles_allowed():
+                raise RequestError(
+                    f"the arguments of {name} need a pickle to reach workers in other processes, which"
+                    " can run any code: set VLLM_ALLOW_INSECURE_SERIALIZATION=1, or pass plain values",
+                    param="args",
+                )
+            is_packed, args, method = True, (method, *args), call_method
         if not isinstance(method, str) and is_packed:
             call |= {"method": pack_function(method, args, kwargs), "args": [], "kwargs": {}}
         try:
@@ -202,9 +210,19 @@ class CoreControl:
     async def profile(self, start: bool, prefix: str | None = None) -> None:
         await self._call_all("profile", {"start": start, "prefix": prefix}, None)
 
-    async def abort(self, request_ids: list[str]) -> int:
-        """Abort the requests with these ids on all cores; return the number of aborted sequences."""
+    async def abort(self, request_ids: list[str] | None) -> int:
+        """Abort the requests with these ids (None: all) on all cores; return the number of aborted
+        sequences."""
         return sum(await self._call_all("abort", {"request_ids": request_ids}))
+
+
+def is_sendable(args: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a call can be encoded as msgpack."""
+    try:
+        check_sendable(args)
+    except RequestError:
+        return False
+    return True
 
 
 def check_sendable(args: Mapping[str, Any]) -> None:

@@ -10,8 +10,12 @@ from quire.config.env import Env
 from quire.errors import RequestError, one_line
 
 
+def are_pickles_allowed() -> bool:
+    return Env.read(os.environ).allow_insecure_serialization
+
+
 def _check_pickles() -> None:
-    if not Env.read(os.environ).allow_insecure_serialization:
+    if not are_pickles_allowed():
         raise RequestError(
             "a function reaches workers in other processes as a pickle, which can run any code: set"
             " VLLM_ALLOW_INSECURE_SERIALIZATION=1, or pass the name of a method",
@@ -38,6 +42,11 @@ def pack_function(
             " or install cloudpickle",
             param="method",
         ) from error
+
+
+def call_method(worker: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the worker by its name; a function for `pack_function`."""
+    return getattr(worker, name)(*args, **kwargs)
 
 
 def run_packed(worker: Any, packed: bytes) -> bytes:

@@ -63,8 +63,7 @@ class LoadedModel:
     def __init__(self, config: EngineConfig, world: World) -> None:
         self.config, self.world = config, world
         self.device = torch.device(config.machine.device)
-        if self.device.type == "cuda":
-            batch_invariant.switch(config.model.batch_invariant)
+        batch_invariant.switch(config.model.batch_invariant)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.cache_dtype = _CACHE_DTYPES.get(config.cache.kv_cache_dtype, self.dtype)
         facts, parallel = config.rank_facts, config.parallel
@@ -74,7 +73,8 @@ class LoadedModel:
         self.layout = self._layout(facts)
         self.ep = open_dispatch(
             world,
-            parallel.all2all_backend,
+            # Sums of outputs that are sent back have no fixed order.
+            "allgather_reducescatter" if batch_invariant.is_on() else parallel.all2all_backend,
             strategy=parallel.expert_placement_strategy,
             num_redundant=Eplb.of(parallel).num_redundant_experts,
             num_few=0 if self.device.type == "cpu" else ladder(config.scheduler.max_num_seqs)[-1],
@@ -133,7 +133,9 @@ class LoadedModel:
 
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config
-        name = "TRITON_ATTN" if batch_invariant.is_on() else config.attention.attention_backend
+        name = config.attention.attention_backend
+        if batch_invariant.is_on() and self.device.type == "cuda":
+            name = "TRITON_ATTN"
         widest = max((facts.of_layer(layer) for layer in facts.layers), key=lambda layer: layer.head_dim)
         sizes = widest.heads, widest.kv_heads, widest.head_dim
         flags = {

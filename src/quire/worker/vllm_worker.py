@@ -1,10 +1,12 @@
 """The worker with the names of vLLM, and with the methods of the operator's extension class."""
 
+import multiprocessing
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from quire.config.engine import EngineConfig
@@ -44,6 +46,18 @@ class VllmModel:
         return self._worker.weights.load(weights)
 
 
+class WorldGroup(NamedTuple):
+    """The ranks of an engine, as `vllm.distributed.parallel_state.get_world_group` returns them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @property
+    def rank_in_group(self) -> int:
+        return self.rank
+
+
 class VllmWorker(Worker):
     """A worker with vLLM's names, which functions and extension classes read."""
 
@@ -69,6 +83,11 @@ class VllmWorker(Worker):
     def model_runner(self) -> ModelRunner:
         return ModelRunner(self, self.vllm_config)
 
+    def reload_weights(self) -> None:
+        """Raise a NotImplementedError, which trainers expect from vLLM: `wake_up` restores the weights, and
+        reading the checkpoint again would drop those of the trainer."""
+        raise NotImplementedError("the weights need no reloading: wake_up has restored them")
+
     def get_model(self) -> Any:
         return self.model_runner.model
 
@@ -88,4 +107,20 @@ def open_worker(config: EngineConfig, world: World, local_rank: int = 0) -> Vllm
         worker_class = type("ExtendedWorker", (extension, VllmWorker), {})
     worker: VllmWorker = worker_class(config, world)
     worker.local_rank = local_rank
+    _opened[:] = [WorldGroup(worker.rank, worker.parallel_config.world_size, local_rank)]
+    if path and multiprocessing.parent_process() is not None and not dist.is_initialized():
+        # Extensions that were written for vLLM ask torch.distributed for their rank.
+        store: Any = getattr(dist, "HashStore")()  # noqa: B009 (the stubs do not export it)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     return worker
+
+
+_opened: list[WorldGroup] = []
+"""The group of the worker that was opened last in this process; empty without a worker."""
+
+
+def get_world_group() -> WorldGroup:
+    """Return the ranks of the engine, for extensions and functions that run in a worker."""
+    if not _opened:
+        raise RuntimeError("get_world_group: there is no worker in this process")
+    return _opened[0]

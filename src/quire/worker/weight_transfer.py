@@ -16,7 +16,13 @@ from quire.config.env import Env
 from quire.errors import ConfigError, RequestError
 from quire.loader.safetensors import entries_of
 from quire.loader.update import TensorInfo
-from quire.parallel.broadcast import PACKED_BYTES, BroadcastGroup, chunks, num_bytes
+from quire.parallel.broadcast import (
+    PACKED_BYTES,
+    BroadcastGroup,
+    StatelessProcessGroup,
+    chunks,
+    num_bytes,
+)
 
 _SHM = Path("/dev/shm")
 _SHM_NAME = re.compile(r"[\w.-]{1,200}")
@@ -35,6 +41,9 @@ class WeightTransport(Protocol):
 
     def receive(self, info: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
         """Yield the tensors in order. Each is valid until the next one."""
+
+    def drain(self, tensors: Iterator[Tensor]) -> None:
+        """Take the rest of the tensors that `receive` yields, if the trainer waits for it."""
 
 
 def tensor_infos(info: Mapping[str, Any]) -> list[TensorInfo]:
@@ -100,6 +109,9 @@ class _Transport:
     def connect(self, info: Mapping[str, Any]) -> None:
         _check_keys("init_info", info, (), ())
 
+    def drain(self, tensors: Iterator[Tensor]) -> None:
+        """Do nothing: the trainer does not wait for this worker."""
+
 
 class BroadcastTransport(_Transport):
     """Receives broadcasts of the trainer, rank 0 of a group: NCCL between GPUs, Gloo between CPUs."""
@@ -126,7 +138,7 @@ class BroadcastTransport(_Transport):
             )
         self._options = {name: info[name] for name in self._PACKING if name in info}
         address = str(info["master_address"]), info["master_port"]
-        self._group = BroadcastGroup(*address, rank, size, self._device)
+        self._group = BroadcastGroup(StatelessProcessGroup.create(*address, rank, size), self._device)
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
         _check_keys("update_info", info, _META, self._PACKING)
@@ -146,6 +158,12 @@ class BroadcastTransport(_Transport):
             buffer = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8, device=self._device)
             self._group.broadcast(buffer, src=0)
             yield from split(buffer, chunk)
+
+    def drain(self, tensors: Iterator[Tensor]) -> None:
+        """Take part in the broadcasts of a refused update, which block the trainer until all ranks do."""
+        if self._group is not None:
+            for _ in tensors:
+                pass
 
 
 class IpcTransport(_Transport):

@@ -55,14 +55,20 @@ class WeightUpdater:
         return StagedUpdate(self._twins)
 
     def receive(self, info: Mapping[str, Any]) -> int:
-        """Receive and stage the tensors of an `update_info`; return their number."""
+        """Receive and stage the tensors of an `update_info`; return their number. Tensors of an update that
+        is refused are received, too, if the trainer waits for that."""
         transport, staged = self._find_transport(), self._staged
-        if staged is None:
-            raise RequestError("no weight update has been started: call start_weight_update")
         tensors = transport.describe(info)
-        staged.check(tensors)
-        for tensor_info, tensor in zip(tensors, transport.receive(info, tensors), strict=True):
-            _stage(staged, tensor_info, tensor)
+        arriving = transport.receive(info, tensors)
+        try:
+            if staged is None:
+                raise RequestError("no weight update has been started: call start_weight_update")
+            staged.check(tensors)
+            for tensor_info, tensor in zip(tensors, arriving, strict=True):
+                _stage(staged, tensor_info, tensor)
+        except RequestError:
+            transport.drain(arriving)
+            raise
         return len(tensors)
 
     def prepare(self) -> None:

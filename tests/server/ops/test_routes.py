@@ -35,8 +35,10 @@ def ask(
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_routes_exist_in_developer_mode_only(method: str, path: str) -> None:
     assert ask(method, path, env=None).status_code == 404
-    fields = {"method": "check_health", "request_ids": [], "init_info": {}, "update_info": {}}
-    body = {"json": fields | {"new_version": "v1"}} if method == "POST" else {}
+    fields = {"method": "check_health", "init_info": {}, "update_info": {}, "new_version": "v1"}
+    if path == "/abort_requests":
+        fields = {"request_ids": []}
+    body = {"json": fields} if method == "POST" else {}
     reply = ask(method, path, **body)
     assert reply.status_code == 200, reply.text
 
@@ -123,8 +125,18 @@ def test_invalid_queries_are_refused(path: str) -> None:
 def test_invalid_bodies_are_refused(body: Any) -> None:
     engine = FakeEngine()
     refused(ask("POST", "/collective_rpc", engine, json=body))
-    refused(ask("POST", "/abort_requests", engine, json=body))
+    if body != {}:
+        refused(ask("POST", "/abort_requests", engine, json=body))
     assert not engine.operation.calls
+
+
+@pytest.mark.parametrize("body", [{}, {"request_ids": []}, {"request_ids": ["a", "b"]}])
+def test_requests_are_aborted_by_id_or_all(body: dict[str, list[str]]) -> None:
+    engine = FakeEngine()
+    answer = ask("POST", "/abort_requests", engine, json=body).json()
+    ids = body.get("request_ids", [])
+    assert answer == {"status": "aborted", "aborted": len(ids)}
+    assert engine.operation.calls == [("abort", *(ids or ["all"]))]
 
 
 def test_collective_rpc_returns_results() -> None:

@@ -47,7 +47,10 @@ class RequestedModel:
         return self.inputs.tokenizer
 
     def token_formatter(self, as_ids: bool | None = None) -> TokenFormatter:
-        return TokenFormatter(self.inputs.tokenizer, self.tokens_as_ids if as_ids is None else as_ids)
+        tokenizer = self.inputs.tokenizer
+        return TokenFormatter(
+            tokenizer, tokenizer is None or (self.tokens_as_ids if as_ids is None else as_ids)
+        )
 
 
 class ServedNames:

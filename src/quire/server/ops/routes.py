@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Query, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from quire.config.env import PREFIXES
@@ -44,12 +44,13 @@ RpcReply = reply_model("RpcReply", "Results of a worker method, by worker.", res
 
 
 class AbortBody(BaseModel):
-    """The body of /abort_requests: ids of requests, as responses contain them."""
+    """The body of /abort_requests: ids of requests, as responses contain them; no ids mean all requests."""
 
-    request_ids: Many[str] = Field(max_length=_MAX_IDS)
+    model_config = ConfigDict(extra="forbid")  # a misspelled key must not abort all requests
+    request_ids: Many[str] = Field(default=[], max_length=_MAX_IDS)
 
 
-AbortReply = reply_model("AbortReply", "Number of aborted sequences.", aborted=int)
+AbortReply = reply_model("AbortReply", "Number of aborted sequences.", status=Literal["aborted"], aborted=int)
 StateReply = reply_model(
     "StateReply", "State of the engine after the call.", status=Literal["paused", "resumed"]
 )
@@ -88,8 +89,8 @@ def _add_pause_routes(app: FastAPI, api: GenerationService) -> None:
         mode: Mode = "abort", clear_cache: bool = True, wait_for_inflight_requests: bool = False
     ) -> Response:
         """Pause the engine; new requests wait. By `mode`, running requests are aborted (`abort`), finished
-        first (`wait`) or continued after /resume (`keep`). `wait_for_inflight_requests` is the old name of
-        `wait`."""
+        first (`wait`) or continued after /resume (`keep`). `clear_cache` drops cached prefixes, and kept
+        requests compute their tokens again. `wait_for_inflight_requests` is the old name of `wait`."""
         await api.engine.operation.pause(
             "wait" if wait_for_inflight_requests else mode, clear_cache=clear_cache
         )
@@ -109,9 +110,10 @@ def _add_pause_routes(app: FastAPI, api: GenerationService) -> None:
 def _add_abort_route(app: FastAPI, api: GenerationService) -> None:
     @app.post("/abort_requests", **replies_of(AbortReply, *_CODES))
     async def abort_requests(body: AbortBody) -> Response:
-        """Abort the requests with these ids, also those of other API processes; return how many sequences
-        were aborted."""
-        return json_response({"aborted": await api.engine.operation.abort(body.request_ids)})
+        """Abort the requests with these ids, or all if there are none, also those of other API processes;
+        return how many sequences were aborted."""
+        aborted = await api.engine.operation.abort(body.request_ids or None)
+        return json_response({"status": "aborted", "aborted": aborted})
 
 
 def _add_sleep_routes(app: FastAPI, api: GenerationService) -> None:
