@@ -59,7 +59,9 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torc
     group = padded if scales.shape[1] == 1 else size_in // scales.shape[1]
     flat = placed(F.pad(codes, (0, padded - size_in)), Kind(0, 0, bits, 0, unit))
     words = in_bits(flat, bits).view(torch.int32).view(size_out, -1, 4)
-    heads = (float_bits(scales, dtype) << 16 | float_bits(zeros + offset(bits, dtype), dtype)).t().contiguous()
+    heads = (
+        (float_bits(scales, dtype) << 16 | float_bits(zeros + offset(bits, dtype), dtype)).t().contiguous()
+    )
     return GroupedWeight(words, heads, bits, group, size_in)
 
 
