@@ -32,9 +32,9 @@ async def prepare_chat(
     settings, parsers = api.settings.api, api.parsers
     model = await api.names.find(body.model, request, pools=False)
     check_chat(body, settings, max_stops=_MAX_STOPS.get(id_prefix, MAX_STOP_STRINGS))
-    size = num_chars([body.tools, body.response_format])
+    tools_chars, params_chars = num_chars([body.tools, body.response_format]), params_size(body)
     tools, constraint, is_constrained = await off_loop(
-        size, lambda: read_tools(body, parsers, model.tokenizer)
+        tools_chars, lambda: read_tools(body, parsers, model.tokenizer)
     )
     variables = api.reader.variables(body)
     wait = partial(api.running_requests.until_disconnect, request.receive)
@@ -42,7 +42,7 @@ async def prepare_chat(
     format = parsers.answer_format(
         body, tools, prompt, model.tokenizer, variables, unconstrained=not is_constrained
     )
-    params = await off_loop(params_size(body), lambda: chat_params(body, model, prompt, constraint, format))
+    params = await off_loop(params_chars, lambda: chat_params(body, model, prompt, constraint, format))
     call = api.new_call(id_prefix, body, request, model, [prompt], [params])
     last = body.messages[-1]
     role = settings.response_role if body.add_generation_prompt else last.role
