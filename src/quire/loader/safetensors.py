@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO, RawIOBase
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -196,14 +196,14 @@ class _Stored(msgspec.Struct):
 
 
 def parse_header(path: Path, header: bytes | memoryview, num_bytes: int) -> dict[str, TensorEntry]:
-    """Return the entry of each tensor of a file of `num_bytes` bytes, by name, in order, after
-    a check that header and tensors cover the file."""
+    """Return the entry of each tensor of a file of `num_bytes` bytes, by name, in the order of the file.
+    Raise a ConfigError unless header and tensors cover the whole file."""
     start = 8 + len(header)
     try:
-        tensors = msgspec.json.decode(header)
+        tensors = msgspec.json.decode(header, type=dict[str, dict[str, Any]])
         tensors.pop("__metadata__", None)
         named = msgspec.convert(tensors, dict[str, _Stored])
-    except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _corrupt_file(path, str(error)) from error
     entries, at = {}, start
     for name, stored in sorted(named.items(), key=lambda item: item[1].data_offsets):
