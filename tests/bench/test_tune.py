@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from quire.bench import tune
-from quire.bench.plot import frontier
-from quire.bench.tune import Setting, TunePoint
+from quire.bench.tune import Setting, TunePoint, frontier
 from quire.cli import main
 
 

@@ -4,11 +4,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from default_model import default_model
 from serve_process import ServeProcess
-
-from quire.checkpoint.hub import locate
-from quire.config.env import Env
-from quire.errors import QuireError
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch prices over the network
 FLAGS = ("--max-model-len", "4096", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -16,10 +13,7 @@ FLAGS = ("--max-model-len", "4096", "--enable-auto-tool-choice", "--tool-call-pa
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    try:
-        locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
-    except QuireError as error:
-        pytest.skip(f"the default model cannot be fetched: {error}")
+    default_model()
     log = tmp_path_factory.mktemp("clients") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_ENABLE_RESPONSES_API_STORE", "1")

@@ -1,22 +1,14 @@
 """Tests that `quire serve` without arguments serves the default model."""
 
-import os
 from pathlib import Path
 
-import pytest
+from default_model import default_model
 from serve_process import ServeProcess
-
-from quire.checkpoint.hub import locate
-from quire.config.env import Env
-from quire.errors import QuireError
 
 
 def test_default_model_answers_paris(tmp_path: Path) -> None:
     """Catches a server that works only with the models of the tests."""
-    try:
-        locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
-    except QuireError as error:
-        pytest.skip(f"the default model cannot be fetched: {error}")
+    default_model()
     with ServeProcess(None, "--max-model-len", "512", "--dtype", "float32", log=tmp_path / "log") as server:
         server.until_healthy()
         question = {"role": "user", "content": "What is the capital of France? Answer in one word."}

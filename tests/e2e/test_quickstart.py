@@ -13,7 +13,8 @@ from tiny_text import TextModel
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/quickstart.md", "README.md")
-_LOGGED = re.compile(r"INFO [-\d]+ [:\d]+ \[(\w+\.py):(\d+)\] (\w+ \w+)")
+_LOGGED = re.compile(r"INFO [-\d]+ [:\d]+ \[(\w+\.py):\.\.\.\] (\w+ \w+ \w+)")
+"""File and first words of a log line in a page. The pages leave out line numbers, which change often."""
 END = "---- end of the script ----"
 _FENCE = re.compile(r"^```(console|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -30,17 +31,13 @@ def blocks(kind: str, words: str) -> list[tuple[str, str]]:
     return results
 
 
-def test_log_lines_in_docs_match_the_source() -> None:
-    for page in PAGES:
-        for name, line, message in _LOGGED.findall((ROOT / page).read_text(encoding="utf-8")):
-            results = [
-                path.read_text(encoding="utf-8").splitlines() for path in ROOT.glob(f"src/quire/**/{name}")
-            ]
-            assert any(message in "".join(lines[int(line) - 1 : int(line)]) for lines in results), (
-                page,
-                name,
-                message,
-            )
+@pytest.mark.parametrize("page", ["README.md", "docs/tools.md"])
+def test_log_lines_in_docs_match_the_source(page: str) -> None:
+    lines = _LOGGED.findall((ROOT / page).read_text(encoding="utf-8"))
+    assert len(lines) >= 2
+    for name, words in lines:
+        sources = [path.read_text(encoding="utf-8") for path in ROOT.glob(f"src/quire/**/{name}")]
+        assert any(words in source for source in sources), (name, words)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")

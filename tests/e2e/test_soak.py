@@ -15,11 +15,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from default_model import default_model
 from serve_process import ServeProcess, eventually
-
-from quire.checkpoint.hub import locate
-from quire.config.env import Env
-from quire.errors import QuireError
 
 SECONDS = float(os.environ.get("QUIRE_TEST_SOAK_S", "1800"))
 SEED = int(os.environ.get("QUIRE_TEST_SOAK_SEED", "0"))
@@ -225,10 +222,7 @@ def quarters(values: list[float]) -> tuple[float, float]:
 
 def test_half_an_hour_of_mixed_traffic_leaks_nothing(tmp_path: Path) -> None:
     """Catches memory that grows with requests, lost rows or blocks, and a stream that never ends."""
-    try:
-        locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
-    except QuireError as error:
-        pytest.skip(f"the default model cannot be fetched: {error}")
+    default_model()
     with ServeProcess(None, *FLAGS, log=tmp_path / "log") as server:
         server.until_healthy()
         result = asyncio.run(soak(server))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from oracle import make_tiny
-from tiny import prompts_of
+from tiny import SMALL, prompts_of
 from tiny_adapter import write_adapter
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
@@ -21,12 +21,8 @@ from quire.errors import RequestError, RequestsFailed
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = prompts_of(*[9, 14, 5, 22] * 3)
 SETTINGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
+    **SMALL,
     "max_num_seqs": 5,
-    "block_size": 4,
-    "num_gpu_blocks_override": 80,
-    "use_tqdm_on_load": False,
     "enable_lora": True,
     "max_loras": 2,
     "max_lora_rank": 8,

@@ -12,6 +12,7 @@ import torch
 from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, use_fake_graphs
 from oracle import make_tiny, run_hf
 from safetensors.torch import load_file, save_file
+from tiny import SMALL
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.data.outputs import RequestOutput
@@ -22,12 +23,8 @@ from quire.worker.rows import Rows
 VOCAB, STEPS = 128, 12
 GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
+    **SMALL,
     "max_num_seqs": 5,
-    "block_size": 4,
-    "num_gpu_blocks_override": 80,
-    "use_tqdm_on_load": False,
     "max_logprobs": -1,
     "logprobs_mode": "raw_logits",
     "enable_lora": True,

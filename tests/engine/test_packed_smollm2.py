@@ -1,15 +1,12 @@
 """Tests of the default model with packed weights against the same weights in float32."""
 
 import math
-import os
 from pathlib import Path
 
 import pytest
+from default_model import default_model
 
 from quire import LLM, SamplingParams
-from quire.checkpoint.hub import locate
-from quire.config.env import Env
-from quire.errors import ConfigError
 from quire.kernels.cpu import native
 
 pytestmark = [
@@ -27,10 +24,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    try:
-        return locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
-    except ConfigError as error:
-        pytest.skip(f"the default model cannot be fetched: {error}")
+    return default_model()
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,17 @@
 """Tests of the perplexity of the default model after `quire quantize`."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from default_model import default_model
 from safetensors.torch import load_file, save_file
 from test_packed_smollm2 import perplexity
 from torch import Tensor
 
 from quire import LLM
-from quire.checkpoint.hub import locate
 from quire.cli import main
-from quire.config.env import Env
-from quire.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 WORSE = {"fp8": 1.04, "int8": 1.03, "int4": 1.5, "gguf-q8_0": 1.01, "gguf-q4_0": 1.3}
@@ -28,10 +25,7 @@ def measure(path: Path) -> float:
 
 @pytest.fixture(scope="module")
 def reference() -> float:
-    try:
-        path = locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
-    except ConfigError as error:
-        pytest.skip(f"the default model cannot be fetched: {error}")
+    path = default_model()
     return measure(path)
 
 

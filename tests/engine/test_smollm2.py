@@ -1,11 +1,11 @@
 """Tests of the default model, downloaded from the package index, against a forward pass in numpy."""
 
-import os
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from default_model import default_model
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from numpy_llama import Sizes, logits
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.gguf import GGUFFile
-from quire.checkpoint.hub import locate
-from quire.config.env import Env
-from quire.errors import ConfigError
 
 PROMPTS = [
     "The capital of France is",
@@ -26,10 +23,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    try:
-        return locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
-    except ConfigError as error:
-        pytest.skip(f"the default model cannot be fetched: {error}")
+    return default_model()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,14 @@ from quire.checkpoint.model import read_checkpoint
 from quire.data.outputs import RequestOutput
 
 TOLERANCE = 1e-3
+SMALL: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "block_size": 4,
+    "num_gpu_blocks_override": 80,
+    "use_tqdm_on_load": False,
+}
+"""Settings of an engine over token ids with a small KV cache."""
 
 
 def open_tiny(path: Path, **settings: Any) -> LLM:

@@ -14,6 +14,7 @@ import pytest
 from oracle import make_tiny
 from ports import free_port
 from preloaded import Preloaded
+from tiny import SMALL
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
@@ -23,12 +24,8 @@ from quire.executor.multi_node import MultiNodeRanks, NodeAgent
 
 PATIENCE_S = 150.0
 SETTINGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
+    **SMALL,
     "max_num_seqs": 4,
-    "block_size": 4,
-    "num_gpu_blocks_override": 80,
-    "use_tqdm_on_load": False,
     "nnodes": 2,
     "tensor_parallel_size": 2,
     "master_addr": "127.0.0.2",

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from oracle import make_tiny
+from tiny import SMALL
 
 from quire import LLM, SamplingParams
 from quire.configure import configure
@@ -29,12 +30,8 @@ PATIENCE_S = 60.0
 """Timeout of a test that hangs."""
 PROMPTS = [[5, 6, 7, number] * (1 + number) for number in range(6)]
 SETTINGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
+    **SMALL,
     "max_num_seqs": 4,
-    "block_size": 4,
-    "num_gpu_blocks_override": 80,
-    "use_tqdm_on_load": False,
     "disable_log_stats": True,
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 from oracle import make_tiny
+from tiny import SMALL
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, EngineDead
@@ -16,12 +17,8 @@ from quire.errors import ConfigError, EngineDead
 pytestmark = pytest.mark.slow
 
 SETTINGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
+    **SMALL,
     "max_num_seqs": 4,
-    "block_size": 4,
-    "num_gpu_blocks_override": 80,
-    "use_tqdm_on_load": False,
 }
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, number]} for number in range(4)]
 

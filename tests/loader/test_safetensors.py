@@ -30,6 +30,31 @@ def source(tmp_path: Path) -> tuple[SafetensorsSource, dict[str, torch.Tensor]]:
     return SafetensorsSource(read_checkpoint(path), 0), tensors
 
 
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        (b"[]", "not a whole safetensors file"),
+        (b'{"a": 1}', "not a whole safetensors file"),
+        (b"[" * 100_000, "not a whole safetensors file"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "the bytes of a are not where"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "the bytes of a are not where"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', "it has .* but its header lists"),
+        (b'{"a": {"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}}', "is 'F7'; known: F64"),
+    ],
+)
+def test_corrupt_header_is_reported(header: bytes, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ConfigError, match=problem):
+        reading.entries_of(file)
+
+
+def test_metadata_may_have_any_names(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3)}, file, metadata={"shape": "x", "dtype": "y"})
+    assert list(reading.entries_of(file)) == ["a"]
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
 def test_tensors_of_any_dtype_and_destination(
     source: tuple[SafetensorsSource, dict[str, torch.Tensor]],

@@ -80,11 +80,11 @@ def prefix_samples(
 
 
 def sharegpt_samples(
-    count: int, path: Path, tokenizer: Tokenizer, *, output_len: int | None = None, seed: int = 0
+    count: int, path: Path, tokenizer: Tokenizer, *, output_len: int | None = None
 ) -> list[Sample]:
     """Return the first questions of ShareGPT-style conversations, with the lengths of their answers; very
     short and very long ones are left out."""
-    queries = sharegpt_queries(count, path, tokenizer, output_len=output_len, seed=seed)
+    queries = sharegpt_queries(count, path, tokenizer, output_len=output_len)
     return [Sample(tokenizer.encode(str(query.prompt)), query.output_len) for query in queries]
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from quire.bench.traffic import Record, token_times
 
 WIDTH = 50
-PERCENTILES = (10, 25, 50, 75, 90, 99)
-"""Percentiles in the results of `bench latency` and `bench startup`."""
 TITLES = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",

@@ -28,8 +28,8 @@ def make_scheduler(
     return Scheduler(kv=kv, max_num_seqs=num_running, max_num_batched_tokens=16384, max_model_len=max_len)
 
 
-def add_requests(scheduler: Scheduler, lengths: list[tuple[int, int]], seed: int = 0) -> None:
-    draw = random.Random(seed)
+def add_requests(scheduler: Scheduler, lengths: list[tuple[int, int]]) -> None:
+    draw = random.Random(0)
     for number, (num_in, num_out) in enumerate(lengths):
         scheduler.add(
             Request(

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 import os
 import shlex
 import signal
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from quire.bench.plot import pareto_chart
+from quire.bench.plot import BLUE, RED, document
 from quire.config.cli import FlagParser
 from quire.errors import ConfigError
 
@@ -231,3 +232,44 @@ def _numbers(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"{text!r} is not a list of numbers such as 512,2048")
     return [int(part) for part in parts]
+
+
+def frontier(points: Sequence[TunePoint]) -> list[TunePoint]:
+    """Return the Pareto-optimal points of latency and throughput, the lowest inter-token latency first."""
+    best: list[TunePoint] = []
+    for point in sorted(points, key=lambda point: (point.itl_ms, -point.tok_s)):
+        if not best or point.tok_s > best[-1].tok_s:
+            best.append(point)
+    return best
+
+
+def pareto_chart(points: Sequence[TunePoint], ttft_ms: float, itl_ms: float) -> str:
+    """Return an SVG chart of tokens per second over the time between tokens, on a log scale. Filled dots
+    meet both limits in milliseconds; a line joins the Pareto-optimal points."""
+    width, height, left, bottom, edge = 760, 440, 70, 50, 24
+    low = math.log10(max(min(point.itl_ms for point in points), 0.01) * 0.8)
+    high = math.log10(max(*(point.itl_ms for point in points), itl_ms) * 1.25)
+    top = max(point.tok_s for point in points) * 1.1
+
+    def place(x_ms: float, tok_s: float) -> tuple[float, float]:
+        share = (math.log10(max(x_ms, 0.01)) - low) / (high - low)
+        x = left + share * (width - left - edge)
+        return round(x, 1), round(height - bottom - tok_s / top * (height - bottom - edge), 1)
+
+    limit = place(itl_ms, 0)[0]
+    line = " ".join(f"{x},{y}" for x, y in (place(point.itl_ms, point.tok_s) for point in frontier(points)))
+    parts = [
+        f'<path d="M{left} {edge}V{height - bottom}H{width - edge}" fill="none" stroke="#444"/>',
+        f'<text x="{left}" y="{height - 14}">ms between tokens, p95 (dashed: the limit)</text>',
+        f'<text x="12" y="16">tokens per second, up to {top / 1.1:,.0f}</text>',
+        f'<path d="M{limit} {edge}V{height - bottom}" stroke="{RED}" stroke-dasharray="5 4"/>',
+        f'<polyline points="{line}" fill="none" stroke="{BLUE}"/>',
+    ]
+    for point in points:
+        x, y = place(point.itl_ms, point.tok_s)
+        fill = BLUE if point.keeps(ttft_ms, itl_ms) else "white"
+        label = f"{point.concurrency} concurrent: {point.ttft_ms:.0f} ms first, {point.itl_ms:.1f} ms between"
+        dot = f'<circle cx="{x}" cy="{y}" r="5" fill="{fill}" stroke="{BLUE}">'
+        parts.append(f"{dot}<title>{label}</title></circle>")
+        parts.append(f'<text x="{x + 7}" y="{y + 4}" fill="#666">{point.concurrency}</text>')
+    return document(width, height, parts)

@@ -76,25 +76,29 @@ def read_transformers_model(
     keys = _text_part(whole)
     if keys.flag("is_encoder_decoder"):
         raise whole.wrong("is_encoder_decoder", "false (only decoders run through transformers)")
-    if own_cache or _needs_own_cache(whole, keys, remote=remote):
-        return _read_unpaged_model(whole, keys, path, remote=remote)
-    hidden, heads = _size(keys, _HIDDEN), _size(keys, _HEADS)
-    kv_heads = _size(keys, _KV_HEADS, 1 if keys.get("multi_query") else heads)
-    windows = _windows(keys, _size(keys, _LAYERS))
+    own_cache = own_cache or _needs_own_cache(whole, keys, remote=remote)
     return ArchFacts(
-        architecture=BORROWED,
+        architecture=OWN_CACHE if own_cache else BORROWED,
         vocab=_size(keys, ("vocab_size",)),
-        hidden=hidden,
-        intermediate=_feed_forward_width(keys, hidden),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=_size(keys, _HEAD_DIM, hidden // heads),
         norm_eps=1e-6,
-        layers=tuple(LayerFacts(None, window) for window in windows),
         max_len=_max_len(keys),
         tied=whole.flag("tie_word_embeddings") or keys.flag("tie_word_embeddings"),
-        borrowed=TransformersFacts(json.dumps(dict(whole.values)), str(path), remote),
+        borrowed=TransformersFacts(json.dumps(dict(whole.values)), str(path), remote, own_cache=own_cache),
+        **(_unpaged_sizes(keys) if own_cache else _paged_sizes(keys)),
     )
+
+
+def _paged_sizes(keys: ConfigReader) -> dict[str, Any]:
+    """Return the sizes of a model that uses Quire's paged attention, as fields of ArchFacts."""
+    hidden, heads = _size(keys, _HIDDEN), _size(keys, _HEADS)
+    return {
+        "hidden": hidden,
+        "intermediate": _feed_forward_width(keys, hidden),
+        "heads": heads,
+        "kv_heads": _size(keys, _KV_HEADS, 1 if keys.get("multi_query") else heads),
+        "head_dim": _size(keys, _HEAD_DIM, hidden // heads),
+        "layers": tuple(LayerFacts(None, window) for window in _windows(keys, _size(keys, _LAYERS))),
+    }
 
 
 def _needs_own_cache(whole: ConfigReader, keys: ConfigReader, *, remote: bool) -> bool:
@@ -130,23 +134,17 @@ def _read_model_code(kind: str) -> str:
     return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
 
 
-def _read_unpaged_model(whole: ConfigReader, keys: ConfigReader, path: Path, *, remote: bool) -> ArchFacts:
-    """Read the facts of a model that transformers runs with its own cache: only the model's sizes."""
+def _unpaged_sizes(keys: ConfigReader) -> dict[str, Any]:
+    """Return the sizes of a model that transformers runs with its own cache, as fields of ArchFacts."""
     hidden, heads = _size(keys, _HIDDEN), _size_or_one(keys, _HEADS)
-    return ArchFacts(
-        architecture=OWN_CACHE,
-        vocab=_size(keys, ("vocab_size",)),
-        hidden=hidden,
-        intermediate=_size_or_one(keys, _INTERMEDIATE),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=max(hidden // heads, 1),
-        norm_eps=1e-6,
-        layers=(LayerFacts(None, mixer="transformers"),) * _size_or_one(keys, _LAYERS),
-        max_len=_max_len(keys),
-        tied=whole.flag("tie_word_embeddings") or keys.flag("tie_word_embeddings"),
-        borrowed=TransformersFacts(json.dumps(dict(whole.values)), str(path), remote, own_cache=True),
-    )
+    return {
+        "hidden": hidden,
+        "intermediate": _size_or_one(keys, _INTERMEDIATE),
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": max(hidden // heads, 1),
+        "layers": (LayerFacts(None, mixer="transformers"),) * _size_or_one(keys, _LAYERS),
+    }
 
 
 def _size_or_one(keys: ConfigReader, names: tuple[str, ...]) -> int:

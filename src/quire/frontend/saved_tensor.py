@@ -132,9 +132,9 @@ class _Pickle:
         self._memo: dict[int, Any] = {}
 
     def interpret(self, data: bytes) -> Any:
-        for code, argument, _ in _codes(data):
-            if (act := _CODES.get(code)) is None:
-                raise _refused(f"its pickle has {code}, which a plain tensor does not need")
+        for code, argument, _ in pickletools.genops(data):
+            if (act := _CODES.get(code.name)) is None:
+                raise _refused(f"its pickle has {code.name}, which a plain tensor does not need")
             act(self, argument)
         return self._stack.pop()
 
@@ -185,11 +185,6 @@ class _Pickle:
             name = callee.full if isinstance(callee, _Name) else "something"
             raise _refused(f"its pickle would call {name}")
         self.push(build(*arguments))
-
-
-def _codes(data: bytes) -> Iterator[tuple[str, Any, int | None]]:
-    for code, argument, at in pickletools.genops(data):
-        yield code.name, argument, at
 
 
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> _View:

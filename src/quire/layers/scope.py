@@ -22,14 +22,6 @@ from quire.quant.weight import LinearShape, Piece, TextTensor, Weight
 _PLAIN = PlainFormat()
 
 
-def _never_stored(name: str) -> bool:
-    return False
-
-
-def _no_shape(name: str) -> tuple[int, ...]:
-    return ()
-
-
 def unchanged(layer: nn.Module) -> nn.Module:
     """Return the layer: the default of `Scope.on_layer_built`."""
     return layer
@@ -87,9 +79,9 @@ class Scope:
     """Expert-parallel dispatch; None if every device has all experts or a tensor-parallel shard of each."""
     stage: Stage = Stage()
     """Pipeline stage: the range of the model's layers that is built here."""
-    is_stored: Callable[[str], bool] = _never_stored
+    is_stored: Callable[[str], bool] = lambda name: False
     """Returns whether the checkpoint has a tensor of a name; used for layers with several stored layouts."""
-    shape_of: Callable[[str], tuple[int, ...]] = _no_shape
+    shape_of: Callable[[str], tuple[int, ...]] = lambda name: ()
     """Returns the shape of a tensor in the checkpoint by its name; () if there is no such tensor."""
     transposed: bool = False
     """Whether the checkpoint stores linear weights as [inputs, outputs]."""

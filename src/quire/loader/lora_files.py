@@ -13,13 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.loader.pt import load_pickle_bytes
-from quire.loader.safetensors import DTYPES, ask_for_large_pages
+from quire.loader.safetensors import ask_for_large_pages, parse_header
 
 _MAX_CONFIG = 1 << 20
 _THREADS, _PART_BYTES = 8, 2 << 20
@@ -138,40 +137,13 @@ def _read_part(file: _Opened, memory: memoryview, start: int) -> bytes:
     return hashlib.sha256(part).digest()
 
 
-class _Stored(msgspec.Struct):
-    """An entry in the header of a safetensors file; `__metadata__` has none of these fields."""
-
-    dtype: str = ""
-    shape: list[int] = []
-    data_offsets: tuple[int, int] = (0, 0)
-
-
 def _tensors_of(memory: Tensor) -> dict[str, Tensor]:
-    """Return views of the tensors in a safetensors file, which must cover all of its bytes."""
-    written = memory.numpy().data
-    try:
-        start = 8 + int.from_bytes(written[:8], "little")
-        header = msgspec.json.decode(written[8:start], type=dict[str, _Stored])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _corrupt_file(str(error)) from error
-    header.pop("__metadata__", None)
-    tensors, at = {}, start
-    for name, stored in sorted(header.items(), key=lambda item: item[1].data_offsets):
-        dtype = DTYPES.get(stored.dtype)
-        if dtype is None:
-            raise ConfigError(f"{name} of {TENSORS} is {stored.dtype!r}; known: {', '.join(DTYPES)}")
-        first, end = (start + offset for offset in stored.data_offsets)
-        size = math.prod(stored.shape) * dtype.itemsize
-        if first != at or end != at + size or end > len(memory) or min(stored.shape, default=0) < 0:
-            raise _corrupt_file(f"the bytes of {name} are not where they should be")
-        piece, at = memory[first:end], end
-        if first % dtype.itemsize:
+    """Return views of the tensors in a safetensors file."""
+    tensors, data = {}, memory.numpy().data
+    header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    for name, entry in parse_header(Path(TENSORS), header, len(memory)).items():
+        piece = memory[entry.offset :][: math.prod(entry.shape) * entry.dtype.itemsize]
+        if entry.offset % entry.dtype.itemsize:
             piece = piece.clone()  # to align it
-        tensors[name] = piece.view(dtype).view(stored.shape)
-    if at != len(memory):
-        raise _corrupt_file(f"it has {len(memory)} bytes, but its header lists {at}")
+        tensors[name] = piece.view(entry.dtype).view(entry.shape)
     return tensors
-
-
-def _corrupt_file(reason: str) -> ConfigError:
-    return ConfigError(f"{TENSORS} is not a whole safetensors file: {reason}")

@@ -2,19 +2,19 @@
 
 import ctypes
 import itertools
-import json
 import math
 import mmap
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO, RawIOBase
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.checkpoint.model import Checkpoint
@@ -39,6 +39,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Name of a dtype in safetensors files -> torch dtype."""
+_MAX_HEADER_BYTES = 100 << 20
 _CHUNK_BYTES = 32 << 20
 """Bytes read at a time if they cannot be read directly into the parameter."""
 
@@ -186,29 +187,54 @@ class _Stage:
             self.copied.record(torch.cuda.current_stream(self.device))
 
 
-def entries_of(path: Path) -> dict[str, TensorEntry]:
-    """Return the entry of each tensor of a file, by name, after checking that the file's header matches its
-    size."""
+class _Stored(msgspec.Struct):
+    """An entry in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def parse_header(path: Path, header: bytes | memoryview, num_bytes: int) -> dict[str, TensorEntry]:
+    """Return the entry of each tensor of a file of `num_bytes` bytes, by name, in the order of the file.
+    Raise a ConfigError unless header and tensors cover the whole file."""
+    start = 8 + len(header)
     try:
-        with safe_open(path, framework="np"):  # checks that the tensors cover all bytes
-            pass
+        tensors = msgspec.json.decode(header, type=dict[str, dict[str, Any]])
+        tensors.pop("__metadata__", None)
+        named = msgspec.convert(tensors, dict[str, _Stored])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _corrupt_file(path, str(error)) from error
+    entries, at = {}, start
+    for name, stored in sorted(named.items(), key=lambda item: item[1].data_offsets):
+        dtype = DTYPES.get(stored.dtype)
+        if dtype is None:
+            raise ConfigError(f"{name} of {path} is {stored.dtype!r}; known: {', '.join(DTYPES)}")
+        first, end = (start + offset for offset in stored.data_offsets)
+        size = math.prod(stored.shape) * dtype.itemsize
+        if first != at or end != at + size or end > num_bytes or min(stored.shape, default=0) < 0:
+            raise _corrupt_file(path, f"the bytes of {name} are not where they should be")
+        entries[name], at = TensorEntry(path, dtype, tuple(stored.shape), first), end
+    if at != num_bytes:
+        raise _corrupt_file(path, f"it has {num_bytes} bytes, but its header lists {at}")
+    return entries
+
+
+def _corrupt_file(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a whole safetensors file ({reason}); it is truncated or corrupt, download it again"
+    )
+
+
+def entries_of(path: Path) -> dict[str, TensorEntry]:
+    """Return the entry of each tensor of a file, by name."""
+    try:
         with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            f"{path} is not a whole safetensors file ({error}); it is truncated or corrupt, download it again"
-        ) from error
-    header.pop("__metadata__", None)
-    unknown = sorted({stored["dtype"] for stored in header.values()} - DTYPES.keys())
-    if unknown:
-        raise ConfigError(f"{path} holds {unknown[0]} tensors; known: {', '.join(DTYPES)}")
-    return {
-        name: TensorEntry(
-            path, DTYPES[stored["dtype"]], tuple(stored["shape"]), 8 + size + stored["data_offsets"][0]
-        )
-        for name, stored in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    }
+            header = file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
+            num_bytes = file.seek(0, os.SEEK_END)
+    except OSError as error:
+        raise _corrupt_file(path, str(error)) from error
+    return parse_header(path, header, num_bytes)
 
 
 def merged_entries(paths: list[Path]) -> dict[str, TensorEntry]:

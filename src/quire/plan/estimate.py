@@ -140,10 +140,10 @@ def stage_weights(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int =
     return result
 
 
-def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> int:
-    """Return the weight bytes on the device with the most, at tensor and pipeline parallel sizes `tp` and
-    `pp`."""
-    return max(stage.total for stage in stage_weights(checkpoint, precision, tp, pp))
+def weight_bytes(checkpoint: Checkpoint, precision: str) -> int:
+    """Return the bytes of all weights."""
+    (stage,) = stage_weights(checkpoint, precision, 1, 1)
+    return stage.total
 
 
 def stored_only(checkpoint: Checkpoint) -> bool:

@@ -1,14 +1,12 @@
 """Tests of packed weights: dequantization and matmuls against the gguf package, and batch invariance."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import HALVES, stored
 from torch import Tensor
+from torch_threads import torch_threads
 
 from quire.kernels.cpu import native
 from quire.kernels.cpu.gguf import TYPES, GGUFRows, interleaves, pack, product_reference, unpack_reference
@@ -26,16 +24,6 @@ MANY, COLUMNS = 1101, 1024
 needs_interleaving = pytest.mark.skipif(
     not interleaves(), reason="this CPU multiplies no interleaved weights"
 )
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,7 +72,7 @@ def test_matches_float64_on_random_shapes(
     matrices = [pack(file, kind, interleaved=interleaved) for file, kind in zip(files, kinds, strict=True)]
     bias = random(sum(map(len, files)), seed=seed) if with_bias else None
     x = random(num_rows, columns, seed=seed)
-    with threads(num_threads):
+    with torch_threads(num_threads):
         actual = LinearProduct(matrices, bias)(x)
     expected = product_reference(x, list(zip(files, kinds, strict=True)), bias)
     weights = torch.cat([unpack_reference(*part) for part in zip(files, kinds, strict=True)])
@@ -104,7 +92,7 @@ def test_bits_do_not_depend_on_batch_or_threads(kind: str, interleaved: bool) ->
     for start, end in spans:
         assert torch.equal(product(x[start:end]), together[start:end])
     for number in (1, 3):
-        with threads(number):
+        with torch_threads(number):
             assert torch.equal(product(x), together)
             assert torch.equal(product(x[:1]), together[:1])
 
@@ -182,11 +170,11 @@ def test_many_rows_match_float64_and_single_rows_bitwise(kind: str) -> None:
     """Check for swapped groups of a task, a last group that is too wide, and stale sums."""
     file, x = stored(kind, MANY, COLUMNS, 6), random(143, COLUMNS, seed=7)
     product = LinearProduct([pack(file, kind, interleaved=True)], random(MANY, seed=8))
-    with threads(1):
+    with torch_threads(1):
         together = product(x)
     assert relative_error(together, product_reference(x, [(file, kind)], random(MANY, seed=8))) < 2e-4
     for number in (1, 2, 3):
-        with threads(number):
+        with torch_threads(number):
             for start, end in ((0, 143), (0, 1), (142, 143), (120, 124), (90, 103), (5, 45)):
                 assert torch.equal(product(x[start:end]), together[start:end])
 

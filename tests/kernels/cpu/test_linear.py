@@ -1,29 +1,17 @@
 """Tests of matmuls with plain weights against torch in float64, and of batch invariance."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch_threads import torch_threads
 
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import LinearProduct, Matrix, linear_reference
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 TYPES = [torch.float32, torch.bfloat16]
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,7 +43,7 @@ def test_matches_torch_on_random_shapes(
     bias = random(sum(sizes), seed=seed) if with_bias else None
     # Rows may be strided.
     x = random(num_rows, columns + 3, seed=seed, dtype=x_dtype)[:, :columns]
-    with threads(num_threads):
+    with torch_threads(num_threads):
         actual = LinearProduct([Matrix.plain(part) for part in parts], bias)(x)
     assert actual.dtype == x_dtype
     expected = linear_reference(x, torch.cat(parts), bias)
@@ -77,7 +65,7 @@ def test_bits_do_not_depend_on_batch_or_threads(dtype: torch.dtype, x_dtype: tor
     for start, end in ((0, 1), (550, 551), (3, 5), (60, 64), (10, 15), (255, 271), (7, 90), (100, 500)):
         assert torch.equal(product(x[start:end]), together[start:end])
     for number in (1, 2, 3, 5):
-        with threads(number):
+        with torch_threads(number):
             assert torch.equal(product(x), together)
             assert torch.equal(product(x[:1]), together[:1])
 

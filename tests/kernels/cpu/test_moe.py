@@ -1,12 +1,10 @@
 """Tests of routing and experts in C against torch, on tapes with new ids, and of batch invariance."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from packed import stored
 from torch import Tensor
+from torch_threads import torch_threads
 
 from quire.checkpoint.facts import Routing
 from quire.kernels.cpu import moe as cpu_moe
@@ -29,16 +27,6 @@ ROUTINGS = {
     "sigmoid, groups": Routing(3, "sigmoid", True, 2.5, num_groups=4, top_groups=2, group_best=2),
     "softmax, groups": Routing(4, "softmax", False, 16.0, num_groups=4, top_groups=3),
 }
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def distinct(num_tokens: int, num_experts: int) -> Tensor:
@@ -158,7 +146,7 @@ def test_bits_do_not_depend_on_batch_or_threads(
     together = layer.experts(x, ids, weights)
     for some in (slice(0, 1), slice(149, 150), slice(3, 5), slice(10, 40), slice(7, 130)):
         for number in (1, 2, 3):
-            with threads(number):
+            with torch_threads(number):
                 assert torch.equal(layer.experts(x[some], ids[some], weights[some]), together[some])
     monkeypatch.setattr(cpu_moe, "_MAX_ROWS", 101)
     assert torch.equal(layer.experts(x, ids, weights), together)
@@ -185,7 +173,7 @@ def test_tape_follows_the_expert_ids(kind: str | torch.dtype, num_tokens: int, n
     def step() -> Tensor:
         return layer.experts(x, *route(logits, Routing(3, renormalized=True)))
 
-    with torch.inference_mode(), threads(num_threads):
+    with torch.inference_mode(), torch_threads(num_threads):
         with record() as tape:
             out = step()
         assert tape.complete and len(tape) == 2

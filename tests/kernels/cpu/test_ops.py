@@ -1,14 +1,14 @@
 """Tests of the small C operations against torch with any size, dtype and number of threads."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch_threads import torch_threads
 
 from quire.kernels import ops
 from quire.kernels.cpu import native
@@ -24,16 +24,6 @@ SIZES = st.sampled_from([1, 3, 8, 21, 64, 576, 1543])
 TYPES = st.sampled_from([torch.float32, torch.bfloat16])
 THREADS = st.sampled_from([1, 2, 3])
 SEEDS = st.integers(0, 99)
-
-
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def near(actual: Tensor, expected: Tensor) -> None:
@@ -65,7 +55,7 @@ def test_norms(case: Rows, threads: int) -> None:
     """Check vector tails, the residual and its rounding, and float32 weights."""
     x, weight, bias = case.x, case.weight, case.bias
     residual, twin = case.residual.clone(), case.residual.clone()
-    with on_threads(threads):
+    with torch_threads(threads):
         near(CPU_OPS.norm(x, weight, 1e-5), EXPECTED.norm(x, weight, 1e-5))
         near(CPU_OPS.add_norm(x, residual, weight, 1e-5), EXPECTED.add_norm(x, twin, weight, 1e-5))
         if x.shape[1] > 3:  # a few numbers may all be nearly equal
@@ -84,7 +74,7 @@ def test_parts_of_rows_are_normed_in_place(case: Rows, threads: int, extra: int)
     """
     x = torch.cat((case.x, case.x * 0.1, case.x[:, :extra]), 1)
     twin, weights = x.clone(), (case.weight, case.bias)
-    with on_threads(threads):
+    with torch_threads(threads):
         actual = CPU_OPS.norm_parts(x, weights, 1e-5)
     near(actual, EXPECTED.norm_parts(twin, weights, 1e-5))
     assert actual.data_ptr() == x.data_ptr()
@@ -106,7 +96,7 @@ def test_activations(case: Rows, threads: int, activation: str) -> None:
     """Check for swapped gate and up, ignored strides, and wrong activation codes."""
     gate_up = torch.cat((case.x * 3, case.residual * 5, case.x), 1)[:, : 2 * case.x.shape[1]]
     gate, up = gate_up.double().abs().chunk(2, 1)
-    with on_threads(threads):
+    with torch_threads(threads):
         expected = EXPECTED.gated(gate_up.double(), activation)
         near_exact(CPU_OPS.gated(gate_up, activation), expected, gate * (up + 1))
         if activation in ACTIVATIONS:
@@ -130,7 +120,7 @@ def test_changes_in_place(case: Rows, threads: int) -> None:
     ]
     for change in changes:
         around, twin = (torch.cat((case.x, y), 1) for _ in range(2))
-        with on_threads(threads):
+        with torch_threads(threads):
             change(CPU_OPS, around[:, : y.shape[1]])
         change(EXPECTED, twin[:, : y.shape[1]])
         near(around, twin)
@@ -196,7 +186,7 @@ def test_torch_activations_at_finite_extreme_values(activation: str) -> None:
 @settings(max_examples=20)
 def test_embed(rows: int, size: int, dtype: torch.dtype, threads: int) -> None:
     table, ids = torch.randn(50, size).to(dtype), torch.randint(50, (rows,))
-    with on_threads(threads):
+    with torch_threads(threads):
         assert torch.equal(CPU_OPS.embed(ids, table), EXPECTED.embed(ids, table))
 
 
@@ -250,7 +240,7 @@ def some_heads(draw: st.DrawFn) -> Heads:
 @settings(max_examples=50)
 def test_rotate_and_write(case: Heads, threads: int) -> None:
     """Check for wrong slots, written padding, wrong RoPE halves, lost dimensions and wrongly normed heads."""
-    with on_threads(threads):
+    with torch_threads(threads):
         actual = case.run(CPU_OPS, slice(None))
     for result, expected in zip(actual, case.run(EXPECTED, slice(None)), strict=True):
         torch.testing.assert_close(
@@ -271,7 +261,7 @@ def test_row_has_the_same_bits_in_any_batch(case: Heads, threads: int, size: int
     ]
     together = [operation(x) for operation in operations]
     queries = case.run(CPU_OPS, slice(None))[0]
-    with on_threads(threads):
+    with torch_threads(threads):
         for operation, expected in zip(operations, together, strict=True):
             assert torch.equal(operation(x[7:8])[0], expected[7])
         assert torch.equal(case.run(CPU_OPS, slice(0, 1))[0][0], queries[0])
@@ -331,7 +321,7 @@ def test_lora(
 ) -> None:
     """Check for another slot or part, and for rows that depend on the batch."""
     case = Adapters(rows, size, rank, parts, dtype)
-    with on_threads(threads):
+    with torch_threads(threads):
         actual = case.add(CPU_OPS)
         alone = torch.cat([case.add(CPU_OPS, slice(row, row + 1)) for row in range(rows)])
     near(actual, case.add(EXPECTED))

@@ -1,14 +1,12 @@
 """Tests of sampling in C against torch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch_threads import torch_threads
 
 from quire.kernels.cpu import native
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, argmax, sample
@@ -21,16 +19,6 @@ THREADS = st.sampled_from([1, 2, 3])
 SEEDS = st.integers(0, 99)
 
 
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @given(
     rows=st.integers(1, 5), size=st.sampled_from([1, 7, 500, 4096, 4097, 49152]), threads=THREADS, seed=SEEDS
 )
@@ -39,7 +27,7 @@ def test_argmax_is_the_first_of_the_largest(rows: int, size: int, threads: int, 
     """Check few distinct values, so that there are many ties."""
     torch.manual_seed(seed)
     x = torch.randint(-4, 4 if seed % 2 else 1 << 30, (rows, size)).float()
-    with on_threads(threads):
+    with torch_threads(threads):
         actual = argmax(x)
     assert actual.tolist() == [row.index(max(row)) for row in x.tolist()]
 
@@ -109,7 +97,7 @@ def test_sampled_tokens_match_torch(rows: int, size: int, threads: int, bf16: bo
     """Check thresholds at ties, random numbers and order."""
     logits, inputs = some_logits(rows, size, seed), SamplingInputs(rows, seed)
     logits = logits.bfloat16() if bf16 else logits
-    with on_threads(threads):
+    with torch_threads(threads):
         actual = inputs.sample(logits)
     kept, numbers = inputs.kept(logits), uniform(inputs.seeds, inputs.positions)
     expected = random.sample(kept, torch.from_numpy(numbers))
@@ -132,7 +120,7 @@ def test_mismatches_with_torch_are_rare() -> None:
 def test_sample_is_equal_alone_and_in_a_batch(threads: int, seed: int) -> None:
     logits, inputs = some_logits(5, 9000, seed), SamplingInputs(5, seed)
     together = inputs.sample(logits).tolist()
-    with on_threads(threads):
+    with torch_threads(threads):
         assert [inputs.sample(logits, slice(i, i + 1)).item() for i in range(5)] == together
 
 
@@ -190,7 +178,7 @@ def test_sampling_with_masks(size: int, words: int, threads: int, bf16: bool, se
     taken = torch.cat([torch.tensor([[2], [3], [0], [6], [4]], dtype=torch.int32), masks], 1)
     expected, before = logits.clone(), logits.clone()
     apply_masks(expected, taken)
-    with on_threads(threads):
+    with torch_threads(threads):
         actual = inputs.sample(logits, constrained=ConstrainedHost(mask_of, masks))
         assert actual.tolist() == inputs.sample(expected).tolist()
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())

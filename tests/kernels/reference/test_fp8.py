@@ -1,13 +1,11 @@
 """Tests of FP8 matmuls: every code, row and block scales, experts, and batch invariance."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch_threads import torch_threads
 
 from quire.checkpoint.facts import Routing
 from quire.kernels.cpu import native
@@ -20,16 +18,6 @@ from quire.kernels.reference.moe import ExpertWeights
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 KINDS = sorted(FP8_FORMS, key=str)
 BLOCKS = [None, (128, 128), (7, 32), (1000, 10000)]
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def make(
@@ -89,7 +77,7 @@ def test_matches_torch_on_random_shapes(
     random = torch.Generator().manual_seed(seed)
     bias = torch.randn(sum(sizes), generator=random) if with_bias else None
     x = torch.randn(num_rows, columns + 3, generator=random).to(x_dtype)[:, :columns]
-    with threads(num_threads):
+    with torch_threads(num_threads):
         actual = LinearProduct([matrix for matrix, _ in parts], bias)(x).double()
     full = torch.cat([values for _, values in parts])
     expected = linear_reference(x, full, bias).double()
@@ -107,7 +95,7 @@ def test_bits_do_not_depend_on_batch_or_threads(block: tuple[int, int] | None) -
     for start, end in ((0, 1), (550, 551), (3, 5), (60, 64), (10, 15), (255, 271), (7, 90), (100, 500)):
         assert torch.equal(product(x[start:end]), together[start:end])
     for number in (1, 2, 3):
-        with threads(number):
+        with torch_threads(number):
             assert torch.equal(product(x), together)
             assert torch.equal(product(x[:1]), together[:1])
 

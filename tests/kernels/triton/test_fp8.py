@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from interpreter import more
+from random_inputs import CUDA, DEVICE, DTYPE, random
 from torch import Tensor
 
 from quire.kernels.reference.fp8 import E4M3, Scaled, linear_reference, quantize_reference, quantize_weight
@@ -12,23 +13,8 @@ from quire.kernels.reference.ops import Reference
 from quire.kernels.triton.fp8 import Plan, choose, gated, gated_linear, linear, multiply, quantize
 from quire.kernels.triton.matmul import RowsPlan, TilesPlan
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float16
 PLANS: list[Plan] = [RowsPlan(16, 4), TilesPlan(16, 64, 128, 1, 4, 3), TilesPlan(64, 64, 128, 3, 4, 3)]
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def random(*shape: int) -> Tensor:
-    made = torch.randn(*shape, device=DEVICE).to(DTYPE)
-    if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
-    return made
 
 
 def rounded(num: int, size: int) -> Tensor:

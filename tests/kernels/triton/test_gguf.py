@@ -3,6 +3,7 @@
 import pytest
 import torch
 from packed import stored
+from random_inputs import CUDA, DEVICE, DTYPE, random
 from torch import Tensor
 
 from quire.kernels.cpu.gguf import TYPES, unpack_reference
@@ -27,16 +28,8 @@ from quire.kernels.triton.gguf_rows import WholeRows
 from quire.kernels.triton.gguf_tiles import takes
 from quire.kernels.triton.matmul import TilesPlan
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float16
 SMALL = TilesPlan(16, 16, 128, 2, 4, 2)
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 def made(kind: str, num_rows: int, columns: int, parts: int = 1, seed: int = 0) -> tuple[Planes, Tensor]:
@@ -46,10 +39,6 @@ def made(kind: str, num_rows: int, columns: int, parts: int = 1, seed: int = 0) 
     if CUDA:
         torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return planes, unpack_reference(file, kind).to(DEVICE).double()
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(DTYPE)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from interpreter import more
+from random_inputs import CUDA, DEVICE, DTYPE, random
 from torch import Tensor
 
 from quire.kernels.reference.moe import ExpertWeights
@@ -18,9 +19,6 @@ from quire.kernels.triton.int4_moe import mix, stack
 from quire.kernels.triton.int4_moe import pack as pack_expert
 from quire.kernels.triton.matmul import TilesPlan
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float16
 PLANS = [
     WholeRows(2, 1),
     TilesPlan(16, 32, 64, 1, 4, 3),
@@ -52,18 +50,6 @@ def unpack_in_torch(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     scale = (heads >> 16).to(torch.int16).view(dtype).float().repeat_interleave(group, 0)[:size_in].t()
     zero = heads.to(torch.int16).view(dtype).float().repeat_interleave(group, 0)[:size_in].t()
     return ((values - (zero - offset(bits, dtype))) * scale).to(dtype)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def random(*shape: int) -> Tensor:
-    made = torch.randn(*shape, device=DEVICE).to(DTYPE)
-    if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
-    return made
 
 
 def weight_of(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from interpreter import more
 from products import exact_product
+from random_inputs import CUDA, DEVICE, DTYPE, random
 from torch import Tensor
 
 from quire.kernels.reference import int8 as reference
@@ -15,19 +16,7 @@ from quire.kernels.triton.int8 import Int8GEMM, Int8TilesPlan, Plan, multiply, r
 from quire.kernels.triton.int8_moe import ExpertCodes, mix
 from quire.kernels.triton.matmul import RowsPlan
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float16
 TILES = [Int8TilesPlan(16, 64, 64, 4, 3), Int8TilesPlan(64, 64, 128, 4, 3)]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(DTYPE)
 
 
 def weight_of(*shape: int) -> Int8Codes:

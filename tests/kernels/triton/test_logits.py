@@ -14,11 +14,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("kind", [torch.int16, torch.int32])
 def test_penalties_match_the_sampler(kind: torch.dtype) -> None:
     vocab, max_rows, prompt_len = 4500, 5, 4

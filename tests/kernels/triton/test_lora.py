@@ -24,11 +24,6 @@ PLANS = [RowsPlan(2, 4), TilesPlan(16, 16, 32, 1, 4, 3), TilesPlan(32, 16, 32, 3
 OPS, REFERENCE = TritonOps(), Reference()
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 

@@ -3,16 +3,13 @@
 import itertools
 
 import pytest
-import torch
 from interpreter import more
+from random_inputs import DTYPE, random
 from torch import Tensor
 
 from quire.kernels.reference.ops import Reference
 from quire.kernels.triton.matmul import Plan, RowsPlan, TilesPlan, choose, gated, linear, multiply
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float16
 PLANS = [
     RowsPlan(2, 4),
     RowsPlan(8, 4),
@@ -21,18 +18,6 @@ PLANS = [
     TilesPlan(64, 32, 32, 2, 4, 3),
 ]
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def random(*shape: int) -> Tensor:
-    made = torch.randn(*shape, device=DEVICE).to(DTYPE)
-    if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
-    return made
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

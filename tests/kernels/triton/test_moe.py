@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from interpreter import more
+from random_inputs import CUDA, DEVICE, DTYPE, random
 from torch import Tensor
 
 from quire.checkpoint.facts import Routing
@@ -27,9 +28,6 @@ from quire.kernels.triton.moe import (
     sort,
 )
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float16
 SMALL = MoETile(32, 32, 4, 2)
 PLANS: list[Plan] = [
     MoERowsPlan(16, 32, 4, 4),
@@ -48,18 +46,6 @@ ROUTINGS = [
     (160, Routing(6, scale=16.0, num_groups=8, top_groups=3)),
 ]
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    made = torch.randn(*shape, device=DEVICE).to(dtype)
-    if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
-    return made
 
 
 def layer(

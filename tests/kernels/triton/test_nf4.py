@@ -3,23 +3,10 @@
 import pytest
 import torch
 from products import exact_product
-from torch import Tensor
+from random_inputs import CUDA, DEVICE, DTYPE, random
 
 from quire.kernels.reference.nf4 import Halves, in_halves, split
 from quire.kernels.triton.nf4 import linear, widen
-
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float16
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(DTYPE)
 
 
 def weight_of(size_out: int, size_in: int) -> Halves:

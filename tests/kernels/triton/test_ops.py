@@ -17,11 +17,6 @@ reference, ops = Reference(), TritonOps()
 gpu = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     made = torch.randn(*shape, device=DEVICE).to(dtype)
     if CUDA:

@@ -18,11 +18,6 @@ gpu = pytest.mark.gpu
 Limits = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def sampled(
     logits: Tensor,
     temperature: float = 1.0,

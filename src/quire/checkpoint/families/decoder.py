@@ -62,10 +62,7 @@ def decoder(
         windows = windows or same_window(None, keys)
         rotates = rotates or [True] * len(windows)
         rope = read_rope(keys, head_dim, pairs=pairs) if any(rotates) else None
-        layers = tuple(
-            LayerFacts(rope if rotated else None, window)
-            for window, rotated in zip(windows, rotates, strict=True)
-        )
+        layers = attention_layers(windows, rotates, rope)
     base: dict[str, Any] = {
         "architecture": "",
         "vocab": keys.size("vocab_size"),
@@ -96,6 +93,14 @@ def activation_of(keys: ConfigReader, key: str = "hidden_act", default: str = "s
 def max_rope_len(layers: tuple[LayerFacts, ...]) -> int:
     """Return the maximum sequence length of the layers' rotary embeddings; 0: there are none."""
     return max((longest(layer.rope) for layer in layers if layer.rope is not None), default=0)
+
+
+def attention_layers(
+    windows: Windows, rotates: Sequence[bool], rope: RopeFacts | None
+) -> tuple[LayerFacts, ...]:
+    """Return attention layers with these windows, of which those that rotate have `rope`."""
+    pairs = zip(windows, rotates, strict=True)
+    return tuple(LayerFacts(rope if rotated else None, window) for window, rotated in pairs)
 
 
 def check_heads(source: str, heads: int, kv_heads: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MlaFacts, MoeFacts, Routing
 from quire.checkpoint.families.alibi import slopes_of
-from quire.checkpoint.families.decoder import LAYER_NORM, Windows, check_heads, max_rope_len
+from quire.checkpoint.families.decoder import LAYER_NORM, Windows, attention_layers, check_heads, max_rope_len
 from quire.checkpoint.families.llama_variants import NORMED_VOCAB
 from quire.checkpoint.families.moe import add_experts
 from quire.checkpoint.gguf import GGUFFile
@@ -42,10 +42,7 @@ def gguf_decoder(
         windows = windows or (None,) * arch.size("block_count")
         rotates = rotates or [True] * len(windows)
         rope = read_gguf_rope(file, arch, head_dim, pairs=pairs) if any(rotates) else None
-        layers = tuple(
-            LayerFacts(rope if rotated else None, window)
-            for window, rotated in zip(windows, rotates, strict=True)
-        )
+        layers = attention_layers(windows, rotates, rope)
     base: dict[str, Any] = {
         "architecture": "",
         "vocab": embedding.shape[0] if embedding and embedding.shape else arch.size("vocab_size"),

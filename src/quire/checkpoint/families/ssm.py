@@ -57,22 +57,8 @@ def falcon_mamba(keys: ConfigReader) -> ArchFacts:
 
 def mamba2(keys: ConfigReader) -> ArchFacts:
     """Read Mamba-2: all layers are Mamba-2 layers."""
-    heads, inner = keys.size("num_heads", 128), keys.size("expand", 2) * keys.size("hidden_size")
-    head_dim = keys.size("head_dim", 64)
-    if heads * head_dim != inner:
-        raise keys.wrong("head_dim", f"{inner} / num_heads")
-    groups = keys.size("n_groups", 8)
-    state = StateFacts(
-        heads=heads,
-        head_dim=head_dim,
-        state=keys.size("state_size", 128),
-        groups=groups,
-        norm_groups=groups,
-        conv=keys.size("conv_kernel", 4),
-        conv_bias=keys.flag("use_conv_bias", True),
-        proj_bias=keys.flag("use_bias"),
-        time_limits=_time_limits(keys),
-    )
+    keys = keys.defaults(num_heads=128, head_dim=64, n_groups=8, state_size=128)
+    state = _read_mamba2(keys, keys.size("expand", 2) * keys.size("hidden_size"), _MAMBA2_KEYS)
     return _mixer_only(keys, "mamba", state)
 
 
@@ -247,21 +233,32 @@ def bamba(keys: ConfigReader) -> ArchFacts:
     )
 
 
-def _read_mamba2(keys: ConfigReader, inner: int) -> StateFacts:
-    heads, named = keys.size("mamba_n_heads", 128), keys.get("mamba_d_head") not in (None, "auto")
-    groups = keys.size("mamba_n_groups", 1)
-    head_dim = keys.size("mamba_d_head") if named else inner // heads
+_MAMBA2_KEYS = (
+    *("num_heads", "head_dim", "n_groups", "state_size"),
+    *("conv_kernel", "use_conv_bias", "use_bias"),
+)
+_HYBRID_KEYS = (
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
+    *("mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias"),
+)
+
+
+def _read_mamba2(keys: ConfigReader, inner: int, names: tuple[str, ...] = _HYBRID_KEYS) -> StateFacts:
+    """Read the sizes of Mamba-2 layers with `inner` channels; `names` are the keys of the settings."""
+    heads_key, dim_key, groups_key, state_key, conv_key, conv_bias, proj_bias = names
+    heads, groups = keys.size(heads_key, 128), keys.size(groups_key, 1)
+    head_dim = inner // heads if keys.get(dim_key) in (None, "auto") else keys.size(dim_key)
     if heads * head_dim != inner:
-        raise keys.wrong("mamba_d_head", f"{inner} / mamba_n_heads")
+        raise keys.wrong(dim_key, f"{inner} / {heads_key}")
     return StateFacts(
         heads=heads,
         head_dim=head_dim,
-        state=keys.size("mamba_d_state", 256),
+        state=keys.size(state_key, 256),
         groups=groups,
         norm_groups=groups,
-        conv=keys.size("mamba_d_conv", 4),
-        conv_bias=keys.flag("mamba_conv_bias", True),
-        proj_bias=keys.flag("mamba_proj_bias"),
+        conv=keys.size(conv_key, 4),
+        conv_bias=keys.flag(conv_bias, True),
+        proj_bias=keys.flag(proj_bias),
         time_limits=_time_limits(keys),
     )
 

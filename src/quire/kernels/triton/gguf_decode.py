@@ -130,6 +130,12 @@ def scales_of(
 
 
 @triton.jit
+def to_float(word: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Return the lower 16 bits of each word, a float of type KIND, in float32."""
+    return word.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _shift_right(bits: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
     if RIGHT >= 0:
         return bits >> RIGHT

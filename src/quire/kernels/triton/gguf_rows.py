@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.gguf_decode import beside_of, offset_of, words_of
+from quire.kernels.triton.gguf_decode import beside_of, offset_of, to_float, words_of
 from quire.kernels.triton.gguf_layout import TILE
 from quire.kernels.triton.launch import follow
 
@@ -167,12 +167,6 @@ def _quantize_units(x: tl.tensor, u: tl.tensor, valid: tl.tensor, UNIT: tl.const
 
 
 @triton.jit
-def _to_float(word: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Return the lower 16 bits of each word, a float of type KIND, in float32."""
-    return word.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _load_units(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, valid: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr,
@@ -216,21 +210,21 @@ def _dot_tile(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr, KIND: tl.constexp
         dot_high, dot_low = _dot_sixteen(codes, high2, dot_high), _dot_sixteen(codes, low2, dot_low)
     dot = ((dot_high << 8) + dot_low).to(tl.float32) * step[None, :]
     if FORM.halved:
-        sub, scale = subs.to(tl.int32), _to_float(heads, tl.float16)
+        sub, scale = subs.to(tl.int32), to_float(heads, tl.float16)
         one = first.to(tl.float32) * step[None, :] - total[None, :] * FORM.zero
         one *= ((sub << 24) >> 24).to(tl.float32)
         other = (dot - more[None, :] * FORM.zero) * (sub >> 8).to(tl.float32)
         return tl.sum((one + other) * scale, 1)
     elif FORM.group > 0:
-        zero = _to_float(heads, KIND) - offset_of(FORM.low, tl.float16 == KIND)
-        return tl.sum((dot - total[None, :] * zero) * _to_float(heads >> 16, KIND), 1)
+        zero = to_float(heads, KIND) - offset_of(FORM.low, tl.float16 == KIND)
+        return tl.sum((dot - total[None, :] * zero) * to_float(heads >> 16, KIND), 1)
     else:
-        scale, sub = _to_float(heads, tl.float16), subs.to(tl.int32)
+        scale, sub = to_float(heads, tl.float16), subs.to(tl.int32)
         if FORM.subs != "":
             scale *= (sub & 255).to(tl.float32)
         offset = total[None, :] * FORM.zero * scale
         if FORM.lows:
-            low = _to_float(heads >> 16, tl.float16)
+            low = to_float(heads >> 16, tl.float16)
             if FORM.subs != "":
                 low *= (sub >> 8).to(tl.float32)
             offset = low * total[None, :]

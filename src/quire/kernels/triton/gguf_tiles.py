@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.gguf import all_of, pairs_at, with_bias
-from quire.kernels.triton.gguf_decode import DecodeForm, offset_of
+from quire.kernels.triton.gguf_decode import DecodeForm, offset_of, to_float
 from quire.kernels.triton.gguf_layout import TILE
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.matmul import tiled
@@ -151,16 +151,11 @@ def pairs_of(
 
 
 @triton.jit
-def _to_float(pair: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    return pair.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _scale_pair(subs: tl.tensor, heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
     if _INTERPRETED:
         first = (subs << 24) >> 24 if FORM.halved else subs & 0xFF
-        scale = first.to(tl.float32) * _to_float(heads, KIND)
-        return _pack_pair(scale, (subs >> 8).to(tl.float32) * _to_float(heads >> 16, KIND), KIND)
+        scale = first.to(tl.float32) * to_float(heads, KIND)
+        return _pack_pair(scale, (subs >> 8).to(tl.float32) * to_float(heads >> 16, KIND), KIND)
     else:
         ASM: tl.constexpr = _scale_asm(tl.float16 == KIND, FORM.halved)
         return tl.inline_asm_elementwise(ASM, "=r,r,r", [subs, heads], dtype=tl.int32, is_pure=True, pack=1)
@@ -179,7 +174,7 @@ def _decode(
         if FORM.high > 0:
             code |= (high.to(tl.int32) >> FORM.high * PLACE & ((1 << FORM.high) - 1)) << FORM.low
         number = code.to(tl.float32) - FORM.zero
-        first, second = _to_float(pair, KIND), _to_float(pair >> 16, KIND)
+        first, second = to_float(pair, KIND), to_float(pair >> 16, KIND)
         if FORM.group > 0:
             number = (number - (first - offset_of(FORM.low, tl.float16 == KIND))) * second
         elif FORM.lows:

@@ -59,11 +59,14 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torc
     group = padded if scales.shape[1] == 1 else size_in // scales.shape[1]
     flat = placed(F.pad(codes, (0, padded - size_in)), Kind(0, 0, bits, 0, unit))
     words = in_bits(flat, bits).view(torch.int32).view(size_out, -1, 4)
-    heads = (_bits_of(scales, dtype) << 16 | _bits_of(zeros + offset(bits, dtype), dtype)).t().contiguous()
+    heads = (
+        (float_bits(scales, dtype) << 16 | float_bits(zeros + offset(bits, dtype), dtype)).t().contiguous()
+    )
     return GroupedWeight(words, heads, bits, group, size_in)
 
 
-def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+def float_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bits of each value as a 16-bit float of type `dtype`, in an int32."""
     return values.to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
 
 

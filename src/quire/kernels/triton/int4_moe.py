@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels import batch_invariant
 from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.int4 import float_bits
 from quire.kernels.triton.launch import follow, launch
 from quire.kernels.triton.matmul import tiled
 from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix, tile_at
@@ -63,8 +64,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torc
     for i in range(per):
         packed |= pieces[:, :, i].to(torch.int32) << bits * i
     packed = packed.to(torch.int16).view(size_out, -1)
-    high = _bits_of(scales, dtype) << 16
-    heads = (high | _bits_of(zeros + offset(bits, dtype), dtype)).t()
+    high = float_bits(scales, dtype) << 16
+    heads = (high | float_bits(zeros + offset(bits, dtype), dtype)).t()
     heads = F.pad(heads, (0, 0, 0, triton.cdiv(padded, group) - len(heads))).contiguous()
     return Int4ExpertWeights(packed, heads, bits, group, run, size_in)
 
@@ -73,10 +74,6 @@ def stack(weights: Sequence[Int4ExpertWeights]) -> Int4ExpertWeights:
     """Stack the weights of experts: codes [experts * size_out, ...], heads [experts, ...]."""
     codes, heads = torch.cat([w.codes for w in weights]), torch.stack([w.heads for w in weights])
     return weights[0]._replace(codes=codes, heads=heads)
-
-
-def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
 
 
 @triton.constexpr_function

@@ -1,7 +1,7 @@
 """Parsed output: text, reasoning and tool calls as API-neutral pieces, streamed or collected. The configured
 parsers produce them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,16 @@ from quire.text.parsers.json_calls import NamedCall, RequiredCalls
 from quire.text.parsers.streaming import Parser, join
 
 if TYPE_CHECKING:  # a supervisor checks the names of the parsers, and opens no tokenizer
+    from quire.frontend.inputs import Prompt
+    from quire.server.openai.requests import ChatBody
     from quire.text.tokenizer import Tokenizer
 
 NAMED, REQUIRED = "named", "required"
+_NUM_DECODED_TOKENS = 64
+"""Number of last prompt tokens that are decoded if the prompt has no text, to detect an open reasoning
+block."""
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Chat template variables that turn reasoning on and off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +106,31 @@ class Parsers:
 
     def answer_format(
         self,
-        prompt: str,
-        tokenizer: "Tokenizer",
+        body: "ChatBody",
         tools: ToolUse,
+        prompt: "Prompt",
+        tokenizer: "Tokenizer | None",
+        variables: Mapping[str, Any],
         *,
-        num_calls: int,
-        enable_thinking: bool | None,
         unconstrained: bool,
-        continued_text: str,
     ) -> AnswerFormat:
-        """Return how to parse the output of a prompt. `num_calls` counts the tool calls of the conversation
-        so far. `enable_thinking`: whether the request turns thinking on or off; None: neither.
-        `unconstrained`: whether the output has no structured output constraint. `continued_text`: the
-        beginning of the message, if the request continues one."""
+        """Return how to parse the output of a chat. `variables`: the variables of the chat template.
+        `unconstrained`: whether the output has no structured output constraint."""
+        if tokenizer is None or (self.reasoning is None and tools.calls == "none"):
+            return AnswerFormat()
+        text = prompt.text
+        if text is None:
+            text = tokenizer.decode(prompt.token_ids[-_NUM_DECODED_TOKENS:], skip_special_tokens=False)
+        switches = (variables.get(name) for name in _THINKING_VARIABLES)
+        enable_thinking = next((switch for switch in switches if isinstance(switch, bool)), None)
+        num_calls = sum(len(message.tool_calls or ()) for message in body.messages)
+        continued_text = body.messages[-1].text if body.continue_final_message else ""
         may_begin_inside = enable_thinking or (enable_thinking is None and not self.detected.reasoning)
         opened = None if unconstrained and may_begin_inside else False
         marks = answer_parser(reasoning=self.reasoning).reasoning_marks
         if continued_text and marks is not None:
             opened = continued_text.rfind(marks[0]) > continued_text.rfind(marks[1])
-        make_parser = partial(answer_parser, reasoning=self.reasoning, prompt=prompt, opened=opened)
+        make_parser = partial(answer_parser, reasoning=self.reasoning, prompt=text, opened=opened)
         if tools.calls == "auto":
             make_parser = partial(make_parser, tools=self.tools, schemas=tools.schemas)
         elif tools.calls == REQUIRED:
@@ -126,8 +139,6 @@ class Parsers:
             make_parser = partial(
                 make_parser, tools=partial(NamedCall, tools.name), make_id=self._id_maker(num_calls)
             )
-        elif self.reasoning is None:
-            return AnswerFormat()
         parser = make_parser()
         reasoning = reasoning_ids(parser, tokenizer)
         special = reasoning is not None and any(map(tokenizer.is_special, (*reasoning.start, *reasoning.end)))
@@ -137,7 +148,7 @@ class Parsers:
             reasoning,
             tuple(_encode(mark, tokenizer) for mark in parser.reasoning_breaks),
             reasoning is not None
-            and (reasoning.open or _may_think(prompt, parser, reasoning, enable_thinking)),
+            and (reasoning.open or _may_think(text, parser, reasoning, enable_thinking)),
         )
 
     def _id_maker(self, num_calls: int) -> IdMaker | None:

@@ -7,9 +7,9 @@ from quire.errors import RequestError
 from quire.server.openai.completion_encoder import CompletionEncoder
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.run_call import answer_call
-from quire.server.openai.sampling_params import check_generate, completion_params, params_size
+from quire.server.openai.sampling_params import check_generate, completion_params
 from quire.server.openai.service import ApiCall, GenerationService
-from quire.server.openai.work_size import off_loop
+from quire.server.openai.work_size import off_loop, params_size
 
 
 async def create_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:

@@ -181,6 +181,11 @@ class Message(Body):
     tool_calls: Many[dict[str, JsonValue]] | None = None
     tool_call_id: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Return the content if it is one text, else an empty string."""
+        return self.content if isinstance(self.content, str) else ""
+
 
 class MediaBody(Body):
     """Options for images, videos and audio."""

@@ -15,7 +15,6 @@ from quire.frontend.output_stream import Outputs
 from quire.server.http.errors import json_response
 from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.openai.requested_model import RequestedModel
-from quire.server.openai.sampling_params import params_size
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.openai.streams import (
     LoggedOutputs,
@@ -27,7 +26,7 @@ from quire.server.openai.streams import (
     gather_all,
 )
 from quire.server.openai.timeline import TIMELINE_HEADER
-from quire.server.openai.work_size import off_loop
+from quire.server.openai.work_size import off_loop, params_size
 
 _COMPILE_S = 5.0
 """Maximum seconds to compile the grammar of a call; longer compilation fails the request."""

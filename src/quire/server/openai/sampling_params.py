@@ -23,7 +23,6 @@ from quire.server.openai.requests import (
     GenerateBody,
 )
 from quire.server.openai.tools import GUIDED, constraint_of
-from quire.server.openai.work_size import num_chars
 
 logger = get_logger(__name__)
 
@@ -34,11 +33,6 @@ _SAMPLING = (
     "bad_words", "logprob_token_ids", "stream_interval", "routed_experts_prompt_start",
 )  # fmt: skip
 """Fields that a body and SamplingParams have in common."""
-_LISTS = (
-    *("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids"),
-    *("vllm_xargs", "extra_args"),
-)
-"""Fields of a body or of SamplingParams that may hold many values."""
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that take their defaults from the model's generation config."""
 _DEFAULT_MAX_TOKENS = 16
@@ -140,11 +134,6 @@ def check_template(chat_template: str | None, trusted: bool) -> None:
             "chat template with untrusted source.",
             param="chat_template",
         )
-
-
-def params_size(source: GenerateBody | SamplingParams) -> int:
-    """Return the approximate number of characters in the lists and texts of sampling parameters."""
-    return num_chars([getattr(source, name, None) for name in _LISTS])
 
 
 def output_limit(model: RequestedModel, max_tokens: int | None, prompt_len: int) -> int:

@@ -257,15 +257,10 @@ def _completion(
 
 async def final_output(outputs: Outputs) -> RequestOutput:
     """Return the last output of a request; the request is aborted if this fails."""
-    last = None
-    try:
-        async for output in outputs:
-            last = output
-    finally:
-        await outputs.aclose()
-    if last is None:
+    last = await collect_final_outputs(outputs)
+    if not last:
         raise EngineError("the engine ended a request without an output")
-    return last
+    return last.popitem()[1]
 
 
 async def gather_all(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -12,6 +12,11 @@ LONG = 8192
 milliseconds: tokenization of 8,000 characters takes about 5 ms."""
 VALUE_CHARS = 16
 """Number of characters that a value other than a text counts as, since it takes as long to handle."""
+_LISTS = (
+    *("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids"),
+    *("vllm_xargs", "extra_args"),
+)
+"""Fields of a body or of SamplingParams that may hold many values."""
 _END = object()
 
 
@@ -24,6 +29,12 @@ def num_chars(value: Any) -> int:
     """Count the characters of all texts in a nested value, and `VALUE_CHARS` for each other value; counting
     stops at about `LONG`."""
     return add_sizes(value, len)
+
+
+def params_size(source: object) -> int:
+    """Return the approximate number of characters in the lists and texts of sampling parameters. `source`: a
+    body or SamplingParams."""
+    return num_chars([getattr(source, name, None) for name in _LISTS])
 
 
 def add_sizes(value: Any, size_of: Callable[[str], int]) -> int:
