@@ -3,7 +3,7 @@ documented here; SamplingParams checks them."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
 
 from quire.data.cache_hints import MAX_NAME_CHARS
 from quire.data.params import INT64_MAX, INT64_MIN, MAX_PATTERN_SIZE, MAX_SALT_CHARS, MAX_STOP_TOKEN_IDS
@@ -50,6 +50,12 @@ class StreamOptions(Body):
 
     include_usage: bool | None = doc("End the stream with a chunk that has the usage.", False)
     continuous_usage_stats: bool | None = doc("With include_usage: report usage in every chunk.", False)
+
+
+SentOptions = Annotated[
+    StreamOptions | None, AfterValidator(lambda sent: sent if sent and sent.model_fields_set else None)
+]
+"""Stream options of a body; an empty object counts as none."""
 
 
 class RepetitionDetection(BaseModel):
@@ -138,7 +144,7 @@ class GenerateBody(EngineBody):
     use_beam_search: bool | None = False
     echo: bool | None = doc("Begin the output with the prompt (chat: with the last message).", False)
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: SentOptions = None
     return_token_ids: bool | None = False
     return_token_offsets: bool | None = doc(
         "For the routes that end in /render: the start and end of each token in the prompt's text.", False
@@ -242,7 +248,7 @@ class CompletionBody(GenerateBody):
     logprobs: Int | None = _ranged(-1, None, "Number of top logprobs per position; -1: the whole vocabulary.")
     add_special_tokens: bool = True
     suffix: str | None = doc("Not supported.")
-    prompt_embeds: str | Some[str] | None = doc(
+    prompt_embeds: str | Many[str] | None = doc(
         "Prompt embeddings: one or several tensors [tokens, hidden size] saved by torch.save, in base64."
         " Needs --enable-prompt-embeds. Their choices come before those of `prompt`."
     )
