@@ -119,7 +119,7 @@ class GenerateBody(EngineBody):
     presence_penalty: float | None = _ranged(-2, 2)
     frequency_penalty: float | None = _ranged(-2, 2)
     repetition_penalty: float | None = _ranged(0)
-    length_penalty: float | None = doc("Exponent of the length in the scores of beam search.")
+    length_penalty: float | None = _ranged(-16, 16, "Exponent of the length in the scores of beam search.")
     logit_bias: Biases | None = doc("Token id to bias, from -100 to 100.")
     seed: Int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: str | Many[str] | None = doc(f"At most {MAX_STOP_STRINGS} strings.")
