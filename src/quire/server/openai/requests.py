@@ -175,13 +175,23 @@ class GenerateBody(EngineBody):
     )
 
 
+def _as_part(sent: Any) -> Any:
+    return {"type": "text", "text": sent} if isinstance(sent, str) else sent
+
+
+Part = Annotated[
+    dict[str, JsonValue], BeforeValidator(_as_part, json_schema_input_type=dict[str, JsonValue] | str)
+]
+"""Part of the content of a message; a string is a text part."""
+
+
 class Message(Body):
     """One message of a conversation."""
 
     role: str
-    content: str | Many[dict[str, JsonValue]] | None = doc(
-        "Text, or parts of type text and, for multimodal models, image_url, video_url, audio_url,"
-        " input_audio and others."
+    content: str | Many[Part] | None = doc(
+        "Text, or parts: strings, or objects of type text and, for multimodal models, image_url,"
+        " video_url, audio_url, input_audio and others."
     )
     name: str | None = None
     tool_calls: Many[dict[str, JsonValue]] | None = None
