@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import shutil
 import socket
 import subprocess
@@ -55,6 +56,18 @@ def test_version_and_help_as_a_process() -> None:
     assert (shown.returncode, shown.stdout.strip(), shown.stderr) == (0, quire.__version__, "")
     shown = command("--help")
     assert shown.returncode == 0 and all(name in shown.stdout for name in COMMANDS)
+
+
+def test_closed_standard_streams_are_the_null_device() -> None:
+    """Catches a server that fails to start, or writes log lines to a socket, when its caller has closed its
+    standard streams."""
+    code = (
+        "import os, sys; from quire.cli import main; main(['--version']); null = os.stat(os.devnull)\n"
+        "is_null = [os.path.samestat(os.fstat(fd), null) and os.get_inheritable(fd) for fd in range(3)]\n"
+        "sys.exit(not (all(is_null) and sys.stdin.read() == '' and not sys.stderr.isatty()))"
+    )
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], timeout=60).returncode == 0
 
 
 def test_unknown_flag_as_a_process() -> None:

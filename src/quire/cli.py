@@ -48,7 +48,19 @@ def usage() -> str:
     )
 
 
+def open_closed_streams() -> None:
+    """Open the null device in place of standard streams that the caller has closed. Otherwise sockets and
+    files would get their descriptors, to which libraries and child processes write."""
+    for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null == fd:
+                os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(null, mode))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    open_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in _HELP or words == ["bench"] or (words[0] == "bench" and words[1] in _HELP):
         print(usage())

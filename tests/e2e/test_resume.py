@@ -77,10 +77,10 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
         os.kill(dead, signal.SIGCONT)
         assert is_killed.wait(PATIENCE_S)
         eventually("the server is unhealthy", lambda: single.health() == 503)
-        refused = single.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        new = single.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         result = dict(zip(kinds, answers, strict=True))
         expected = dict(zip(kinds, pool.map(undisturbed, kinds), strict=True))
-    assert refused.status_code == 503, "a new request can be sent elsewhere"
+    assert new.status_code == 200, "a new request waits, too"
     for kind in kinds:
         assert without_cached(result[kind]) == without_cached(expected[kind]), kind
     assert len(json.loads(result["schema"]["choices"][0]["text"])) == LIST["minItems"]

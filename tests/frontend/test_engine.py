@@ -156,12 +156,14 @@ def test_without_resume_a_streamed_output_fails_with_its_core(with_cores: Run) -
         assert engine.num_in_flight == 0
         with pytest.raises(EngineDead, match="is being restarted"):
             engine.check()
+        with pytest.raises(EngineDead, match="is being restarted"):
+            engine.generate(Prompt([5]), STREAM, "new")
 
     with_cores(test, resumes=False)
 
 
-def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
-    """Check for lost and duplicate tokens in read and forwarded streams."""
+def test_streams_pause_until_their_core_is_back(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check for lost and duplicate tokens in read and forwarded streams, and that new requests wait, too."""
     length = 4000
     params = SamplingParams(max_tokens=length, **FINAL | {"output_kind": RequestOutputKind.DELTA})
 
@@ -176,10 +178,14 @@ def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
         await until(lambda: engine._links[0].core is None)
         with pytest.raises(EngineDead, match="is being restarted"):
             engine.check()
-        with pytest.raises(EngineDead, match="is being restarted"):
-            engine.generate(Prompt([5]), params, "new")
-        assert engine.num_in_flight == 2 and not task.done()
+        waiting = asyncio.create_task(whole(engine, "new"))
+        await until(lambda: engine.num_in_flight == 3)
+        with monkeypatch.context() as patch, pytest.raises(EngineDead, match="is being restarted"):
+            patch.setattr(engine_module, "MAX_WAITING", 3 / engine.facts.max_num_seqs)
+            engine.generate(Prompt([5]), params, "one too many")
+        assert not task.done() and not waiting.done()
         cores.start(0)
+        assert (await asyncio.wait_for(waiting, PATIENCE_S)).outputs[0].token_ids == [50] * 3
         actual += [output async for output in read]
         await asyncio.wait_for(task, PATIENCE_S)
         for outputs in (actual, seen):
@@ -188,7 +194,7 @@ def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
         engine.check()
         assert engine.num_in_flight == 0 and running(engine) == [0]
         assert engine.metrics.pages.value("request_resumed") == 2
-        assert engine.metrics.pages.value("request_success:length") == 2
+        assert engine.metrics.pages.value("request_success:length") == 3
 
     with_cores(test)
 
@@ -230,6 +236,8 @@ def test_missing_core_is_waited_for_up_to_the_health_limit(with_cores: Run) -> N
         with pytest.raises(EngineDead, match="was not restarted"):
             await asyncio.wait_for(waiting, PATIENCE_S)
         assert engine.num_in_flight == 0
+        with pytest.raises(EngineDead, match="is being restarted"):  # a new request does not wait as long
+            engine.generate(Prompt([5]), SHORT, "new")
         assert engine.metrics.pages.value("request_success:error") == 1
 
     with_cores(test)

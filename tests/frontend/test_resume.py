@@ -17,7 +17,8 @@ from quire.data.routed_experts import RoutedRows
 from quire.data.step_plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode_to_core, encode
 from quire.errors import EngineDead, EngineError
-from quire.frontend.engine import STARTS, AsyncEngine
+from quire.frontend.core_calls import STARTS
+from quire.frontend.engine import AsyncEngine
 from quire.frontend.in_flight import MAX_DEATHS, MAX_SENT, PROGRESS
 from quire.frontend.inputs import Prompt
 from quire.text.tokenizer import Tokenizer, load_tokenizer

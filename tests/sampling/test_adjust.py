@@ -82,6 +82,13 @@ def test_repetition_penalty_covers_prompt_and_output_and_follows_the_sign() -> N
     assert (before[[1, 2, 3, 4]] != 0).all()
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e300])
+def test_extreme_repetition_penalties_keep_logits_finite(penalty: float) -> None:
+    """Catches a penalty that overflows to infinity, or becomes 0, as a float of 32 bits."""
+    _, after = adjusted(SamplingParams(repetition_penalty=penalty))
+    assert after.isfinite().all()
+
+
 def test_frequency_penalty_counts_the_output_alone() -> None:
     before, after = adjusted(SamplingParams(frequency_penalty=0.5))
     before[3] -= 0.5

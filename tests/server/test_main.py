@@ -93,6 +93,12 @@ async def test_unix_socket_and_root_path(tmp_path: Path) -> None:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/v1/models")).status_code == 401
         assert (await client.get("/v1/models", headers={"authorization": "Bearer k"})).status_code == 200
+        # A proxy may also keep the prefix in the path.
+        assert (await client.get("/api/health")).status_code == 200
+        assert (await client.get("/api/v1/models")).status_code == 401
+        assert (await client.get("/api/v1/models", headers={"authorization": "Bearer k"})).status_code == 200
+        assert (await client.get("/apiv1/models", headers={"authorization": "Bearer k"})).status_code == 404
+        assert (await client.get("/api/api/health")).status_code == 401
     # A socket file that an earlier server left is replaced; one with a listening server is an error.
     listening = bind(make_settings({"uds": path}).http)
     for check in (bind, check_is_free):

@@ -59,6 +59,12 @@ def test_fields_that_need_tokens_are_refused(body: dict[str, Any], param: str) -
     assert not engine.seen
 
 
+def test_an_empty_list_of_embeddings_is_no_prompt() -> None:
+    error = refused(complete(open_engine(), prompt=None, prompt_embeds=[]))
+    assert error["message"] == "Either prompt or prompt_embeds must be provided and non-empty."
+    assert complete(open_engine(), prompt="ab", prompt_embeds=[]).status_code == 200
+
+
 def test_chat_refuses_prompt_embeds() -> None:
     """Catches a field that is ignored instead of refused."""
     assert refused(chat(open_engine(), prompt_embeds=EMBEDS))["param"] == "prompt_embeds"

@@ -17,7 +17,7 @@ class HttpSection:
     uds: str | None = None
     """Path of a Unix socket to listen on, in place of host and port."""
     root_path: str = ""
-    """Path prefix under which a proxy serves this server."""
+    """Path prefix under which a proxy serves this server. Requests may have it or not."""
     api_server_count: Annotated[int | None, FieldRule(at_least=0, at_most=256, short="-asc")] = None
     """Number of API processes, which share one port and the same engines. Default: one per engine."""
     headless: bool = False
@@ -112,7 +112,7 @@ class ApiSection:
     enable_force_include_usage: bool = False
     """Report `usage` in every chunk of every stream."""
     enable_request_id_headers: bool = False
-    """Return the X-Request-Id header of the request in the response."""
+    """Return the X-Request-Id header in responses: that of the request, or a new id."""
     enable_server_load_tracking: bool = False
     """Accepted for compatibility: /load always counts the running requests."""
     enable_tokenizer_info_endpoint: bool = False

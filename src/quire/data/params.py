@@ -134,7 +134,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
         self.beam_width = _integer("beam_width", self.beam_width, low=1)
         self.max_tokens = _integer("max_tokens", self.max_tokens, low=1)
         self.temperature = _real("temperature", self.temperature, low=0.0, high=2.0)
-        self.length_penalty = _real("length_penalty", self.length_penalty)
+        self.length_penalty = _real("length_penalty", self.length_penalty, low=-16.0, high=16.0)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         self.structured_outputs = _struct(

@@ -50,9 +50,8 @@ from quire.text.tokenizer import Tokenizer
 log = get_logger(__name__)
 
 LOOK_S = 0.1
-STARTS = 2.0
-"""Time that requests wait for a dead core after the health timeout, as a multiple of the core's start
-time."""
+MAX_WAITING = 2
+"""Maximum requests in flight while new ones wait for a restart, as a multiple of max_num_seqs."""
 SILENT_S = 2.0
 """Seconds without a message after which a core gets no new requests, if other cores are available."""
 
@@ -89,7 +88,7 @@ class AsyncEngine:
         self.metrics = metrics
         self._clock = clock
         self._health_timeout_s = health_timeout_s
-        self._cores_return, self._resumes = cores_return, resumes
+        self._resumes = resumes
         self._links = open_links(
             self, facts, inputs, addresses, token, fleet, routing, stream_interval, clock
         )
@@ -112,7 +111,7 @@ class AsyncEngine:
         self._ready = asyncio.Event()
         self._live = LiveView()
         self._tracer = tracer
-        self._calls = CoreCalls(self._links, health_timeout_s)
+        self._calls = CoreCalls(self._links, health_timeout_s, cores_return=cores_return)
         self.operation = CoreControl(
             self._calls.call_all,
             settings=settings or {},
@@ -161,17 +160,19 @@ class AsyncEngine:
     def check(self) -> None:
         """Raise EngineDead if no core is available, or if a core has not started yet, hangs in a step, or
         died longer ago than the health timeout."""
-        self._check_any()
-        now = self._clock()
+        self._calls.check_any()
         for link in self._links:
             problem = link.problem(self._health_timeout_s)
-            back_soon = link.core is None and link.was_up and now - link.down_since <= self._health_timeout_s
+            back_soon = link.core is None and link.was_up and link.down_s <= self._health_timeout_s
             if problem is not None and not back_soon:
                 raise EngineDead(problem)
 
     def _check_any(self, rank: int | None = None) -> None:
-        """Raise EngineDead unless some core is available; with a `rank`, unless that core has been ready."""
-        self._calls.check_any()
+        """Raise EngineDead unless some core is available, or a new request may wait for the restart of one;
+        with a `rank`, unless that core has been ready."""
+        may_wait = self._resumes and len(self._flights) < MAX_WAITING * self.facts.max_num_seqs
+        if not (may_wait and self._calls.is_restarting()):
+            self._calls.check_any()
         for link in self._links:
             if link.rank == rank and not link.was_up:
                 raise EngineDead(str(link.problem(self._health_timeout_s)))
@@ -444,13 +445,6 @@ class AsyncEngine:
         flight.stream.fail(EngineDead(f"the engine process {reason}"))
         self._close([(request_id, flight)], "error")
 
-    @property
-    def _patience_s(self) -> float:
-        """Return the seconds that requests wait for a core: a restart takes about as long as a start."""
-        if not self._cores_return:
-            return 0.0
-        return self._health_timeout_s + STARTS * max(link.start_s for link in self._links)
-
     async def _watch_waiting(self) -> None:
         while True:
             self._send_waiting()
@@ -464,8 +458,8 @@ class AsyncEngine:
                 self._send_request(id, flight)
                 if self._sending.is_spent:
                     return self._send_soon()
-            elif now - flight.lost_at > self._patience_s:
-                self._fail(id, "died during this request and was not restarted; please send it again")
+            elif now - flight.lost_at > self._calls.patience_s:
+                self._fail(id, "died and was not restarted in time; please send the request again")
 
     def _send_soon(self) -> None:
         if not self._is_sending:

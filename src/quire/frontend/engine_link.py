@@ -69,6 +69,11 @@ class EngineLink(ABC):
         """Return the seconds since the last message of the core."""
         return self._clock() - self._heard_at
 
+    @property
+    def down_s(self) -> float:
+        """Return the seconds since the core became unavailable."""
+        return self._clock() - self.down_since
+
     @abstractmethod
     def start(self) -> None:
         """Begin to connect, without waiting; the event loop must be running."""

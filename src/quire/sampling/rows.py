@@ -42,6 +42,8 @@ TIMED = 1 << 9
 
 _ENTRY = np.dtype([("row", np.int32), ("token_id", np.int32), ("value", np.float64)])
 _PAD = -1
+_MAX_REPETITION = 1e30
+"""Maximum repetition penalty; its inverse is the minimum. Logits times or divided by it are finite."""
 
 
 class TokenTable:
@@ -197,7 +199,7 @@ class SamplingRows:
         self.min_p[row] = params.min_p
         if self.top_k[row] or params.top_p < 1.0 or params.min_p > 0.0:
             flags |= LIMITED
-        self.repetition[row] = params.repetition_penalty
+        self.repetition[row] = min(max(params.repetition_penalty, 1 / _MAX_REPETITION), _MAX_REPETITION)
         self.frequency[row] = params.frequency_penalty
         self.presence[row] = params.presence_penalty
         if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:

@@ -15,6 +15,7 @@ from quire.server.http.limits import AdmissionMiddleware
 from quire.server.http.metrics import MetricsMiddleware
 from quire.server.http.middleware import wrap_in_middleware
 from quire.server.http.openapi_document import add_post, document
+from quire.server.http.root_path import RootPath
 from quire.server.key_limits import Ledger
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.routes import add_adapter_routes
@@ -109,4 +110,5 @@ def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Le
     wrapped = wrap_in_middleware(
         CorsMiddleware(MessageErrorMiddleware(middleware), access), access.middleware
     )
-    return MetricsMiddleware(wrapped, engine.observe_exchange)
+    counted = MetricsMiddleware(wrapped, engine.observe_exchange)
+    return RootPath(counted, settings.http.root_path) if settings.http.root_path else counted

@@ -25,6 +25,7 @@ from schemathesis.specs.openapi.checks import (
 from quire.config.env import Env
 from quire.metrics.http import POOLING_ROUTES
 from quire.server.app import Application
+from quire.server.http import fast_path
 from quire.server.settings import make_settings
 
 CHECKS = [
@@ -73,6 +74,12 @@ OPENED = make_settings(
     ),
 )
 """Settings with all optional features on: parsers, stored responses, developer routes."""
+
+
+@pytest.fixture(autouse=True)
+def exact_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse the texts of numbers and booleans: they are converted, but the document has no word of it."""
+    monkeypatch.setattr(fast_path, "_MAX_CONVERTED", 0)
 
 
 def document_of(engine: FakeEngine, server_settings: Any = CLOSED) -> BaseSchema:

@@ -122,6 +122,15 @@ def test_request_id_header_needs_its_flag() -> None:
     assert with_header.headers["x-request-id"] == "abc"
 
 
+def test_a_client_without_a_request_id_gets_that_of_the_response() -> None:
+    kwargs: dict[str, Any] = {"settings": {"enable_request_id_headers": True}}
+    answer = ask("POST", CHAT, json={"messages": MESSAGES}, **kwargs)
+    assert len(answer.headers["x-request-id"]) == 32
+    assert answer.json()["id"] == f"chatcmpl-{answer.headers['x-request-id']}"
+    refusal = ask("POST", CHAT, content=b"x", headers={"content-type": "text/plain"}, **kwargs)
+    assert refusal.status_code == 400 and len(refusal.headers["x-request-id"]) == 32
+
+
 def test_cors_allows_configured_origins() -> None:
     headers, settings = {"origin": "http://a"}, {"allowed_origins": ["*"]}
     reply = ask("GET", "/health", headers=headers, settings=settings)

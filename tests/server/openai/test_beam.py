@@ -29,6 +29,14 @@ def test_too_many_beams_are_refused_with_the_remedy() -> None:
     assert error["param"] == "n" and "--max-logprobs" in error["message"]
 
 
+@pytest.mark.parametrize("penalty", [1e308, -1e308])
+def test_length_penalty_beyond_floats_is_refused(penalty: float) -> None:
+    """Catches a 500 by a score that overflows or is divided by zero."""
+    error = refused(complete(use_beam_search=True, n=2, length_penalty=penalty))
+    assert error["param"] == "length_penalty" and "must be in [-16, 16]" in error["message"]
+    assert complete(use_beam_search=True, n=2, length_penalty=penalty / 1e308 * 16).status_code == 200
+
+
 async def test_beams_of_many_prompts_are_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 prompts of 10 beams are 10,000 requests per round: other requests run between them."""
     monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)

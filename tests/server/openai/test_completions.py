@@ -8,6 +8,7 @@ from ask import COMPLETIONS, client_of, complete, events, refused
 from fake_engine import ANSWER, EOS, FakeEngine, byte_tokenizer
 
 from quire.server.app import Application
+from quire.server.http import fast_path
 from quire.server.openai import streams
 from quire.server.settings import make_settings
 
@@ -18,6 +19,36 @@ def test_default_max_tokens_is_16() -> None:
     assert engine.seen[0][2].max_tokens == 16 and reply["choices"][0]["text"] == ANSWER[:15]
     complete(engine, max_tokens=None)
     assert engine.seen[1][2].max_tokens == 16
+
+
+@pytest.mark.parametrize("padding", [0, fast_path._LARGE])
+def test_texts_of_numbers_and_booleans_are_converted(padding: int) -> None:
+    """Catches a client that works with vLLM, which converts them, and is refused here."""
+    engine = FakeEngine()
+    sent = {"max_tokens": "3", "temperature": "0.5", "top_p": "1", "ignore_eos": "true", "echo": 1}
+    assert complete(engine, user="a" * padding, **sent).json()["choices"][0]["text"] == "abHel"
+    params = engine.seen[0][2]
+    assert (params.max_tokens, params.temperature, params.ignore_eos) == (3, 0.5, True)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"max_tokens": "3.5"},
+        {"max_tokens": "three"},
+        {"max_tokens": True},
+        {"max_tokens": "9" * 30},
+        {"temperature": "nan"},
+        {"temperature": "1e5"},
+        {"temperature": "0.5", "stop": 5},
+        {"stream": "maybe"},
+        {"stream": 2},
+        {"echo": []},
+    ],
+)
+def test_other_texts_are_no_numbers_or_booleans(field: dict[str, Any]) -> None:
+    error = refused(complete(**field))
+    assert error["type"] == "Bad Request" and error["param"] == f"body.{next(iter(field))}"
 
 
 @pytest.mark.parametrize(

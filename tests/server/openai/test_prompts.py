@@ -46,6 +46,7 @@ def test_trusted_request_may_set_the_template() -> None:
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert "user:a\nb" in prompt_of(messages=[{"role": "user", "content": parts}])
+    assert "user:a\nb" in prompt_of(messages=[{"role": "user", "content": ["a", parts[1]]}])
 
 
 @pytest.mark.parametrize(

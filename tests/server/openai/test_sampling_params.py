@@ -29,8 +29,14 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         ),
         ({"response_format": {"type": "xml"}}, "response_format", "no type 'xml'"),
         ({"response_format": {"type": []}}, "response_format", "no type []"),
+        ({"response_format": {}}, "response_format", "no type None"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "x"}},
+                }
+            },
             "structured_outputs",
             "Invalid type",
         ),
@@ -98,7 +104,12 @@ def test_invalid_field_is_400_and_named(
         ),
         ({"tools": []}, "tools", "`tools` must not be an empty array"),
         ({"tool_choice": "auto"}, "tool_choice", "When using `tool_choice`, `tools` must be set."),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "needs `json_schema.schema`"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "'json_schema' field must be"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format",
+            "with a `name` and a `schema`",
+        ),
         (
             {"stream_options": {"include_usage": True}},
             "stream_options",
@@ -125,6 +136,7 @@ def test_unknown_reasoning_effort_is_400() -> None:
     [
         {"tools": TOOLS, "tool_choice": "none"},
         {"tool_choice": "none"},
+        {"stream_options": {}},
         {"response_format": {"type": "text"}, "guided_json_object": False},
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},

@@ -174,7 +174,7 @@ def test_invalid_generate_requests_are_refused() -> None:
         {"token_ids": [1], "sampling_params": {"reasoning": {"start": 1}}},
         {"token_ids": [1], "sampling_params": {"thinking_token_budget": 3}},
         {"token_ids": [1], "sampling_params": {}, "features": {"mm_hashes": {}}},
-        {"token_ids": [1], "sampling_params": {}, "stream_options": {}},
+        {"token_ids": [1], "sampling_params": {}, "stream_options": {"include_usage": True}},
     ):
         refused(ask("POST", GENERATE, json=body))
 

@@ -79,7 +79,8 @@ def _output(body: CountBody) -> dict[str, Any]:
     config, fields = body.output_config, dict[str, Any]()
     output_format = (config and config.format) or body.output_format
     if output_format is not None:
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": output_format.schema_}}
+        schema = {"name": "output", "schema": output_format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if config is not None and config.effort is not None:
         fields["reasoning_effort"] = config.effort
     return fields

@@ -2,9 +2,11 @@
 other requests and reports invalid bodies. Large bodies are parsed in a thread."""
 
 import asyncio
+import functools
 import gc
 import inspect
 import json
+import operator
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +44,9 @@ millisecond."""
 _MAX_VALUES, _MAX_PARTS = 1 << 21, 1 << 18
 """Maximum values of a body, and maximum lists, objects and names. Parsing that many holds the GIL for half a
 second: all other requests wait, even if a thread parses the body."""
+_MAX_CONVERTED = 32
+"""Maximum texts of numbers and booleans in a body."""
+_INTEGER, _NUMBER = re.compile(r"[+-]?\d{1,19}", re.A), re.compile(r"[+-]?\d{1,19}(\.\d{1,19})?", re.A)
 _PARTS = (b"[", b"{", b":")
 """Bytes that start a list, an object or the value of a name."""
 
@@ -82,7 +87,7 @@ class FastPath:
             return await response(scope, receive, send)
         if not may_have_surrogates(raw):
             try:
-                body = adapter.validate_json(raw)
+                body = parse_body(adapter, raw)
             except ValidationError:
                 pass
             else:
@@ -146,9 +151,59 @@ def _parse_large(adapter: TypeAdapter[Any], raw: bytes) -> Any:
     check_text(raw)
     gc.disable()  # a collection would scan all parsed objects repeatedly
     try:
-        return adapter.validate_json(raw)
+        return parse_body(adapter, raw)
     finally:
         gc.enable()
+
+
+def parse_body(adapter: TypeAdapter[Any], raw: bytes) -> Any:
+    """Return the body; raise ValidationError if it is invalid. As in vLLM, the text of a number or of a
+    boolean is accepted in its place, such as `"max_tokens": "16"`."""
+    try:
+        return adapter.validate_json(raw)
+    except ValidationError as error:
+        converted = _convert_texts(raw, error)
+        if converted is None:
+            raise
+        return adapter.validate_json(converted)
+
+
+def _convert_texts(raw: bytes, error: ValidationError) -> bytes | None:
+    """Return the body with the texts of numbers and booleans converted, or None if it has other errors."""
+    if error.error_count() > _MAX_CONVERTED:
+        return None
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    if any(item["type"] not in _CONVERSIONS for item in errors):
+        return None
+    try:
+        body = json.loads(raw)
+        for item in errors:
+            *path, name = item["loc"]
+            parent = functools.reduce(operator.getitem, path, body)
+            parent[name] = _CONVERSIONS[item["type"]](parent[name])
+    except (LookupError, TypeError, ValueError):
+        return None
+    return json.dumps(body).encode()
+
+
+def _to_int(sent: Any) -> int:
+    if not isinstance(sent, str) or not _INTEGER.fullmatch(sent):
+        raise ValueError
+    return int(sent)
+
+
+def _to_float(sent: Any) -> float:
+    if not isinstance(sent, str) or not _NUMBER.fullmatch(sent):
+        raise ValueError
+    return float(sent)
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "int_type": _to_int,
+    "float_type": _to_float,
+    "bool_type": {"true": True, "false": False, "True": True, "False": False, 0: False, 1: True}.__getitem__,
+}
+"""Conversions of a value to the type that its field has, by the type of pydantic's error."""
 
 
 def _count(raw: bytes, mark: bytes) -> int:

@@ -2,6 +2,7 @@
 request; responses pass through unchanged."""
 
 import functools
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from quire.server.key_limits import Ledger
 DIRECT_SEND = "quire.send"
 """ASGI scope key of the `send` that event streams use. It bypasses FastAPI's error handling, since streams
 report their errors themselves."""
+NEW_REQUEST_ID = "quire.request_id"
+"""ASGI scope key of the request id that is made for a client that sent none, if the response shows it."""
 _ACCOUNT = "quire.account"
 _OPERATOR = "quire.operator"
 _OPEN_REQUEST = "quire.open_request"
@@ -100,6 +103,10 @@ class AdmissionMiddleware:
         headers = dict(scope["headers"])
         if b"traceparent" in headers:
             PARENT.set(headers[b"traceparent"].decode("latin-1"))
+        if self._echo_request_id:
+            id = headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
+            scope[NEW_REQUEST_ID] = id.decode("latin-1")
+            send = _HeaderSend(send, (b"x-request-id", id))
         key = None
         is_guarded = route_path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
         if self._ledger.keys and is_guarded and (key := self._find_key(headers)) is None:
@@ -120,8 +127,6 @@ class AdmissionMiddleware:
                 return await response(scope, receive, send)
             if chunked:
                 receive = kind.limit_body(receive)
-        if self._echo_request_id and b"x-request-id" in headers:
-            send = _HeaderSend(send, (b"x-request-id", headers[b"x-request-id"]))
         if version := self._weight_version():
             send = _HeaderSend(send, (b"x-weight-version", version.encode()))
         # Set for every request, since the next request of the connection may run in a copy of this context.

@@ -3,7 +3,7 @@ documented here; SamplingParams checks them."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
 
 from quire.data.cache_hints import MAX_NAME_CHARS
 from quire.data.params import INT64_MAX, INT64_MIN, MAX_PATTERN_SIZE, MAX_SALT_CHARS, MAX_STOP_TOKEN_IDS
@@ -50,6 +50,12 @@ class StreamOptions(Body):
 
     include_usage: bool | None = doc("End the stream with a chunk that has the usage.", False)
     continuous_usage_stats: bool | None = doc("With include_usage: report usage in every chunk.", False)
+
+
+SentOptions = Annotated[
+    StreamOptions | None, AfterValidator(lambda sent: sent if sent and sent.model_fields_set else None)
+]
+"""Stream options of a body; an empty object counts as none."""
 
 
 class RepetitionDetection(BaseModel):
@@ -113,7 +119,7 @@ class GenerateBody(EngineBody):
     presence_penalty: float | None = _ranged(-2, 2)
     frequency_penalty: float | None = _ranged(-2, 2)
     repetition_penalty: float | None = _ranged(0)
-    length_penalty: float | None = doc("Exponent of the length in the scores of beam search.")
+    length_penalty: float | None = _ranged(-16, 16, "Exponent of the length in the scores of beam search.")
     logit_bias: Biases | None = doc("Token id to bias, from -100 to 100.")
     seed: Int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: str | Many[str] | None = doc(f"At most {MAX_STOP_STRINGS} strings.")
@@ -138,7 +144,7 @@ class GenerateBody(EngineBody):
     use_beam_search: bool | None = False
     echo: bool | None = doc("Begin the output with the prompt (chat: with the last message).", False)
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: SentOptions = None
     return_token_ids: bool | None = False
     return_token_offsets: bool | None = doc(
         "For the routes that end in /render: the start and end of each token in the prompt's text.", False
@@ -169,13 +175,23 @@ class GenerateBody(EngineBody):
     )
 
 
+def _as_part(sent: Any) -> Any:
+    return {"type": "text", "text": sent} if isinstance(sent, str) else sent
+
+
+Part = Annotated[
+    dict[str, JsonValue], BeforeValidator(_as_part, json_schema_input_type=dict[str, JsonValue] | str)
+]
+"""Part of the content of a message; a string is a text part."""
+
+
 class Message(Body):
     """One message of a conversation."""
 
     role: str
-    content: str | Many[dict[str, JsonValue]] | None = doc(
-        "Text, or parts of type text and, for multimodal models, image_url, video_url, audio_url,"
-        " input_audio and others."
+    content: str | Many[Part] | None = doc(
+        "Text, or parts: strings, or objects of type text and, for multimodal models, image_url,"
+        " video_url, audio_url, input_audio and others."
     )
     name: str | None = None
     tool_calls: Many[dict[str, JsonValue]] | None = None
@@ -247,7 +263,7 @@ class CompletionBody(GenerateBody):
     logprobs: Int | None = _ranged(-1, None, "Number of top logprobs per position; -1: the whole vocabulary.")
     add_special_tokens: bool = True
     suffix: str | None = doc("Not supported.")
-    prompt_embeds: str | Some[str] | None = doc(
+    prompt_embeds: str | Many[str] | None = doc(
         "Prompt embeddings: one or several tensors [tokens, hidden size] saved by torch.save, in base64."
         " Needs --enable-prompt-embeds. Their choices come before those of `prompt`."
     )

@@ -14,6 +14,7 @@ from quire.frontend.checked_params import CheckedParams
 from quire.frontend.output_stream import Outputs
 from quire.server.http.errors import json_response
 from quire.server.http.sse import AnswerEncoder, EventStream
+from quire.server.openai.load_header import add_load_header
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.openai.streams import (
@@ -60,12 +61,14 @@ async def answer_call(
     if before_encoding is not None:
         await until_disconnect(before_encoding(finals))
     if timeline is None:
-        return await off_loop(answer_size(finals), lambda: respond(encoder.response_body(finals)))
-    for output in finals:
-        timeline.add_output(output)
-    response = respond(timeline.add_to(encoder.response_body(finals)))
-    if timeline.header:
-        response.headers[TIMELINE_HEADER] = timeline.header
+        response = await off_loop(answer_size(finals), lambda: respond(encoder.response_body(finals)))
+    else:
+        for output in finals:
+            timeline.add_output(output)
+        response = respond(timeline.add_to(encoder.response_body(finals)))
+        if timeline.header:
+            response.headers[TIMELINE_HEADER] = timeline.header
+    add_load_header(response, request, api.engine)
     return response
 
 

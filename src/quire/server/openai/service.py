@@ -25,7 +25,7 @@ from quire.frontend.inputs import Prompt
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
 from quire.server.http.in_flight import LONG_BYTES, MAX_LONG_BODIES, RunningRequests, num_body_bytes
-from quire.server.http.limits import account_of
+from quire.server.http.limits import NEW_REQUEST_ID, account_of
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, open_lora_service
 from quire.server.openai.cache_hints import cache_hints
@@ -136,7 +136,8 @@ class GenerationService:
     ) -> ApiCall:
         """Return the engine call of an HTTP request. Charge the prompt tokens to the request's API key, and
         log the prompts if this is enabled."""
-        base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
+        new_id = request.scope.get(NEW_REQUEST_ID)
+        base = request.headers.get("x-request-id") or body.request_id or new_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
         rank = _header_int(request, "x-data-parallel-rank")

@@ -196,7 +196,7 @@ def constraint_of(body: GenerateBody) -> dict[str, Any] | None:
 def _from_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
     if format is None:
         return None
-    kind = format.get("type", "text")
+    kind = format.get("type")
     if not isinstance(kind, str) or kind not in _FORMATS:
         known = ", ".join(_FORMATS)
         raise RequestError(
@@ -207,10 +207,11 @@ def _from_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _from_schema(format: dict[str, Any]) -> dict[str, Any]:
     inner = format.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if not isinstance(schema, dict):
+    name, schema = (inner.get("name"), inner.get("schema")) if isinstance(inner, dict) else (None, None)
+    if not isinstance(schema, dict) or not isinstance(name, str):
         raise InvalidBody(
-            "`response_format` of type json_schema needs `json_schema.schema`, an object",
+            "When response_format type is 'json_schema', the 'json_schema' field must be provided: an object "
+            "with a `name` and a `schema`, which is an object",
             param="response_format",
         )
     return {"json": schema}

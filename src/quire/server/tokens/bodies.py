@@ -12,6 +12,7 @@ from quire.server.openai.requests import (
     EngineBody,
     Many,
     Message,
+    SentOptions,
     Some,
     StreamOptions,
     TokenId,
@@ -31,7 +32,7 @@ class TokensBody(EngineBody):
         examples=[{"max_tokens": 8}],
     )
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: SentOptions = None
     prompt: str | None = doc("The text of the tokens; has no effect.")
     features: Unsupported | None = doc("Not supported yet.")
     kv_transfer_params: dict[str, JsonValue] | None = doc(
