@@ -46,10 +46,10 @@ class _Step:
         """Assign sequences with at most `few` queries to the decode kernel, and the others, in tiles of
         `tile` queries, to the prompt kernel. `programs` programs share the keys of all tiles; 0: tiles are
         not cut into pieces. The result is cached for the next layers of the step."""
-        key = few, tile, programs
-        if key not in self.splits:
-            self.splits[key] = _split(self.batch, *key)
-        return self.splits[key]
+        split = self.splits.get((few, tile, programs))
+        if split is None:
+            split = self.splits[few, tile, programs] = _split(self.batch, few, tile, programs)
+        return split
 
 
 def _split(batch: Batch, few: int, tile: int, programs: int) -> _Split:
