@@ -221,6 +221,16 @@ def test_files_are_bounded_and_the_least_recently_used_are_deleted() -> None:
     engine.check_tiers()
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_reason_of_a_miss_names_the_last_tier_of_an_evicted_block(tier: str) -> None:
+    engine = TieredEngine(num_blocks=12, num_host=14 * (tier == "host"), num_files=14 * (tier == "disk"))
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    assert answer(engine, "again", prompt_of(0, 21)) < 20
+    miss = next(run.miss for step in engine.steps for id, run in step.admitted.items() if id == "again")
+    assert miss is not None and (miss.reason, miss.tier) == ("evicted", tier)
+
+
 def test_full_blocks_are_written_when_no_request_is_left() -> None:
     engine = TieredEngine(num_blocks=32, num_files=100)
     answer(engine, "first", prompt_of(0, 21), count=8)

@@ -114,12 +114,19 @@ class KVTiers:
         """Entries of loaded requests that wait for a row, by request id."""
         self._looked_up: set[str] = set()
         """Ids of waiting requests whose load was started once; they are not looked up again."""
+        for kind in self.stores.kinds:
+            for name, tier in (("host", kind.host), ("disk", kind.disk)):
+                if tier is not None:
+                    tier.on_evicted = partial(self._note_evicted_from, name)
         kv.tiers = self
 
     # ---- storing
 
     def note_evicted(self, blocks: list[Block]) -> None:
         self.stores.note_evicted(blocks)
+
+    def _note_evicted_from(self, tier: str, key: bytes) -> None:
+        self.kv.reasons.evicted([key], tier)
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
         return self.stores.plan(step, fresh)
