@@ -9,17 +9,20 @@ from oracle import make_tiny
 from tiny import check_against, generate, generate_preempted, logits_of, open_tiny, prompts_of
 
 from quire import LLM, SamplingParams
-from quire.checkpoint.families import FAMILIES, ssm
+from quire.checkpoint.families import FAMILIES, lfm, linear_attention, ssm
 from quire.checkpoint.layout import cache_specs, layout
 from quire.data.outputs import RequestOutput
 from quire.kernels.cpu import native
 
-WITH_STATES = [name for name, family in FAMILIES.items() if family.read.__module__ == ssm.__name__]
+_MODULES = {module.__name__ for module in (lfm, linear_attention, ssm)}
+WITH_STATES = [name for name, family in FAMILIES.items() if family.read.__module__ in _MODULES]
 KINDS = {
     "FalconH1ForCausalLM",
     "JambaForCausalLM",
+    "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Mamba2ForCausalLM",
+    "MiniMaxForCausalLM",
     "Qwen3NextForCausalLM",
 }
 """One family for each kind of state; test_parity.py has hits of all families against transformers."""
