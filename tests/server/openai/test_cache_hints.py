@@ -80,6 +80,17 @@ def test_cache_control_of_anthropic(fields: dict[str, Any], seconds: int) -> Non
     assert hints_of("/v1/messages", **fields) == CacheHints(seconds)
 
 
+@pytest.mark.parametrize("field", ["session_id", "vllm_xargs"])
+def test_session_of_anthropic(field: str) -> None:
+    def fields(session: Any) -> dict[str, Any]:
+        return {field: session if field == "session_id" else {"session_id": session}}
+
+    assert hints_of("/v1/messages", **fields("a")) == CacheHints(600, "a")
+    for session in (5, "", "a" * 257):
+        answer = ask("POST", "/v1/messages", json=BODIES["/v1/messages"] | fields(session))
+        assert answer.status_code == 400 and answer.json()["type"] == "error"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
