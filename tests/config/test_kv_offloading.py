@@ -64,6 +64,9 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
             resolve_offloading({"kv_offloading_dir": str(folder)}, [FULL], CPU)
     resolve_offloading({"kv_offloading_dir": str(tmp_path / "a" / "b")}, [FULL], CPU)
     assert not (tmp_path / "a").exists(), "it is created at the start"
+    for name in ("", "a\0b", "~no_such_user/kv"):
+        with pytest.raises(ConfigError, match="^kv_offloading_dir="):
+            resolve_offloading({"kv_offloading_dir": name}, [FULL], CPU)
 
 
 def test_an_unreadable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,12 +69,18 @@ def resolve_offloading(
             warn_once(logger, f"{name} has no effect: {off_reason}")
         values["kv_offloading_size"] = 0.0
     if values.get("kv_offloading_dir") is not None:
-        _check_folder(Path(values["kv_offloading_dir"]).expanduser())
+        _check_folder(values["kv_offloading_dir"])
     return values
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(name: str) -> None:
     """Raise if the folder, or its nearest parent that exists, cannot be read and written."""
+    if not name or "\0" in name:
+        raise ConfigError(f"kv_offloading_dir={name!r} is not the name of a directory")
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"kv_offloading_dir={name!r}: {error}") from None
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"kv_offloading_dir={str(folder)!r}: {existing} is not a directory")
