@@ -103,6 +103,18 @@ def test_swap_space_and_connectors_are_mapped() -> None:
         (connector(cpu_bytes_to_use=1, nonsense=2), "kv_connector_extra_config key 'nonsense'; known: "),
         (connector(cpu_bytes_to_use=1, secondary_tiers=[{"type": "obj"}]), "give one tier with type 'fs'"),
         (connector(cpu_bytes_to_use=1, secondary_tiers=["fs"]), "give one tier with type 'fs'"),
+        (connector(cpu_bytes_to_use=1, secondary_tiers={"type": "fs"}), "and its root_dir"),
+        (connector(cpu_bytes_to_use=1, secondary_tiers=5), "give one tier with type 'fs'"),
+        (connector(cpu_bytes_to_use=1, secondary_tiers=[{"type": "fs", "root_dir": ""}]), "and its root_dir"),
+        (
+            connector(cpu_bytes_to_use=1, secondary_tiers=[{"type": "fs", "root_dir": "/kv", "size": 4}]),
+            "unknown secondary_tiers key 'size'",
+        ),
+        (connector(cpu_bytes_to_use=1e30), "as a number of bytes above 0; it is 1e+30"),
+        (connector(cpu_bytes_to_use=float("nan")), "as a number of bytes above 0; it is nan"),
+        (connector(cpu_bytes_to_use=1, cpu_bytes_to_use_per_rank=1), "key 'cpu_bytes_to_use_per_rank'"),
+        (connector(cpu_bytes_to_use=1, disk_path=7), "disk_path=7 must be a directory"),
+        (connector(cpu_bytes_to_use=1, disk_capacity_bytes="1"), "disk_capacity_bytes must be specified in"),
     ],
 )
 def test_other_connectors_are_refused(config: Any, words: str) -> None:
