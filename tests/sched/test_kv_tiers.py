@@ -59,6 +59,21 @@ def test_tokens_of_lower_tiers_are_counted_once(layout: str) -> None:
     num_entries = 5 if layout == "full" else 6
     assert counts.load_sizes == [num_entries] and counts.disk_bytes == 0
     assert counts.num_hits == 20 and counts.num_queries >= 21
+    assert counts.disk_queries >= 60 and counts.disk_hits == 0 and len(counts.lookup_s) >= 13
+
+
+def test_copies_under_way_use_a_share_of_host_memory() -> None:
+    engine = TieredEngine(num_blocks=12, num_host=50, num_files=50, waits=True)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    engine.add("again", prompt_of(0, 21), 3)
+    engine.step(0.0)
+    counts = engine.tiers.take_stats()
+    assert counts.host_read_share == 5 / 50
+    engine.finish_all()
+    engine.run()
+    counts = engine.tiers.take_stats()
+    assert (counts.host_read_share, counts.host_write_share) == (0, 0)
 
 
 def test_workers_are_asked_for_the_times_of_stores() -> None:
@@ -90,6 +105,7 @@ def test_entries_that_a_worker_could_not_write_are_not_looked_up() -> None:
     future.set_result(LoadDone(lost_writes=[*engine.copier.files]))
     answer(engine, "last", prompt_of(10, 9))
     assert answer(engine, "again", prompt_of(0, 21)) == 0
+    assert engine.tiers.take_stats().num_lost_writes > 20
     engine.check_tiers()
 
 
@@ -252,13 +268,18 @@ def test_a_failed_step_leaves_no_entry() -> None:
     engine.check_tiers()
 
 
-def test_preempted_requests_come_back_from_host_memory(caplog: pytest.LogCaptureFixture) -> None:
-    engine = TieredEngine(num_blocks=14, num_host=100, max_num_batched_tokens=64, reserve_full_prompt=False)
+@pytest.mark.parametrize("num_host", [0, 100])
+def test_preempted_requests_come_back_from_host_memory(
+    num_host: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a tier, as in an engine that only exchanges prefixes with others, they are computed again."""
+    limits = {"num_blocks": 14, "max_num_batched_tokens": 64, "reserve_full_prompt": False}
+    engine = TieredEngine(num_host=num_host, **limits)
     for number in range(4):
         engine.add(f"{number}", prompt_of(number, 9), 24)
     engine.run()
-    assert engine.scheduler.num_preemptions and engine.copier.num_loaded
-    assert "PreemptionMode.SWAP" in caplog.text
+    assert engine.scheduler.num_preemptions and bool(engine.copier.num_loaded) == bool(num_host)
+    assert f"PreemptionMode.{'SWAP' if num_host else 'RECOMPUTE'}" in caplog.text
     for number in range(4):
         assert engine.outputs[f"{number}"] == continuation(prompt_of(number, 9), 24)
     engine.check_empty()

@@ -216,7 +216,9 @@ class Scheduler:
             if self.in_flight:
                 return None
             request = self._preempt(choose_victim(running, self.admitter.policy, self.admitter.candidates()))
-            self._warn(request.id, self.num_preemptions, swaps=self.kv.tiers is not None)
+            tiers = self.kv.tiers
+            swaps = tiers is not None and tiers.keeps_evicted
+            self._warn(request.id, self.num_preemptions, swaps=swaps)
 
     def _preempt_for_fairness(self) -> bool:
         """Preempt rows for tenants below their fair share; return False if steps in flight must end first."""
