@@ -59,6 +59,20 @@ def test_field_takes_precedence_over_the_header() -> None:
     assert hints_of(CHAT, {"X-Session-ID": "header"}, session_id="body") == CacheHints(600, "body")
 
 
+def test_cache_control_of_chat_parts() -> None:
+    def messages(*controls: Any) -> list[dict[str, Any]]:
+        parts = [{"type": "text", "text": "a", "cache_control": control} for control in controls]
+        return [{"role": "user", "content": parts}]
+
+    assert hints_of(CHAT, messages=messages(None)) is None
+    assert hints_of(CHAT, messages=messages({"type": "ephemeral"})) == CacheHints(300)
+    both = messages({"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"})
+    assert hints_of(CHAT, messages=both, session_id="a") == CacheHints(3600, "a")
+    for control in ("ephemeral", {"type": "ephemeral", "ttl": "2h"}, {"ttl": "1h"}):
+        error = refused(ask("POST", CHAT, json={"messages": messages(control)}))
+        assert error["param"] == "messages[0].content[0].cache_control"
+
+
 _TEXT = {"type": "text", "text": "a"}
 _SHORT, _LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 _TOOL = {"name": "f", "input_schema": {"type": "object"}}
