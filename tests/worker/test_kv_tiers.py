@@ -191,7 +191,11 @@ def test_everything_that_changes_a_block_changes_its_folder(models: dict[str, Pa
     base = model_digest(settings(path))
     assert model_digest(settings(path)) == base
     others = [settings(path, block_size=8), settings(path, dtype="bfloat16"), settings(models["gemma2"])]
-    others += [settings(path, kv_cache_dtype="fp8"), settings(path, load_format="dummy")]
+    others += [
+        settings(path, batch_invariant=True),
+        settings(path, kv_cache_dtype="fp8"),
+        settings(path, load_format="dummy"),
+    ]
     (weights,) = path.glob("*.safetensors")
     status = weights.stat()
     digests = [model_digest(config) for config in others]

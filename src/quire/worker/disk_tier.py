@@ -354,6 +354,7 @@ def model_digest(config: EngineConfig) -> bytes:
     draft = config.draft
     parts: list[object] = [
         *cache_identity(config).values(),
+        config.model.batch_invariant,  # in this mode, contents do not depend on other requests
         _files(config.checkpoint.path),
         None if draft is None else _files(draft.checkpoint.path),
     ]
