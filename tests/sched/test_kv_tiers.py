@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from symbolic import continuation, widened
 from tiered import TieredEngine
 
+from quire.data.cache_hints import CacheHints
 from quire.data.kv_tiers import LoadDone
 from quire.sched.tier_index import TierIndex
 
@@ -435,7 +436,8 @@ def test_any_interleaving_of_copies_ends_with_all_blocks_accounted_for(
         match event.kind:
             case "add":
                 prompts[f"{number}"] = prompt_of(event.family, event.length), event.count
-                engine.add(f"{number}", *prompts[f"{number}"])
+                hints = CacheHints(300, f"{event.count % 3}") if event.length % 2 else None
+                engine.add(f"{number}", *prompts[f"{number}"], hints=hints)
             case "step":
                 for _ in range(event.count):
                     if engine.core.has_work:

@@ -54,15 +54,17 @@ class OtherModels:
         self._folders = deque(sorted(folders, key=lambda folder: folder.last_use))
 
     def _read(self, path: Path, ending: str) -> _Folder:
-        found: list[tuple[float, str, int]] = []
+        by_age: list[tuple[float, str, int]] = []
         for entry in block_files(path):
             with contextlib.suppress(OSError):
                 if entry.name.endswith(ending) and entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime, entry.path, status.st_size))
-        found.sort()
-        self.num_bytes += sum(size for *_, size in found)
-        return _Folder(path, found[-1][0] if found else 0.0, deque((name, size) for _, name, size in found))
+                    by_age.append((status.st_mtime, entry.path, status.st_size))
+        by_age.sort()
+        self.num_bytes += sum(size for *_, size in by_age)
+        return _Folder(
+            path, by_age[-1][0] if by_age else 0.0, deque((name, size) for _, name, size in by_age)
+        )
 
     def shrink(self, most_bytes: int) -> None:
         """Delete files until at most `most_bytes` are left, first those of the model that was used least
