@@ -1,5 +1,7 @@
 """Tests of the settings of the lower tiers of the KV cache."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,20 @@ def test_an_unreadable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
     with pytest.raises(ConfigError, match="cannot be read and written by this user"):
         resolve_offloading({"kv_offloading_dir": str(tmp_path)}, [FULL], CPU)
+
+
+def test_a_folder_below_an_unreadable_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, stat = tmp_path / "sub", os.stat
+
+    def refused(path: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(folder):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr("os.stat", refused)  # root may read everything
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be read and written by this user"):
+        resolve_offloading({"kv_offloading_dir": str(folder)}, [FULL], CPU)
 
 
 def test_swap_space_and_connectors_are_mapped() -> None:

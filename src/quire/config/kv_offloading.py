@@ -74,6 +74,12 @@ def resolve_offloading(
     return values
 
 
+def existing_part(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists. A folder below one that cannot be read counts as
+    missing."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+
+
 def _check_folder(name: str) -> None:
     """Raise if the folder, or its nearest parent that exists, cannot be read and written."""
     if not name or "\0" in name:
@@ -82,7 +88,7 @@ def _check_folder(name: str) -> None:
         folder = Path(name).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"kv_offloading_dir={name!r}: {error}") from None
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = existing_part(folder)
     if not existing.is_dir():
         raise ConfigError(f"kv_offloading_dir={str(folder)!r}: {existing} is not a directory")
     if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):

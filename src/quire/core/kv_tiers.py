@@ -7,7 +7,7 @@ from math import ceil, floor
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
-from quire.config.kv_offloading import default_host_bytes
+from quire.config.kv_offloading import default_host_bytes, existing_part
 from quire.config.kv_transfer import TransferSettings
 from quire.config.machine import GIB
 from quire.core.kv_transfer import Producer
@@ -146,8 +146,7 @@ def _free_on_disk(folder: Path) -> int:
     """Return the bytes that a tier in this directory may use: the disk's free bytes and those of its
     files."""
     folder = folder.expanduser()
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing_part(folder)).free
     for path in folder.glob("*/*/*.kv"):
         with contextlib.suppress(OSError):  # another engine may delete it
             free += path.lstat().st_size
