@@ -1,5 +1,7 @@
 """Tests of the settings of the lower tiers of the KV cache."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +66,29 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
             resolve_offloading({"kv_offloading_dir": str(folder)}, [FULL], CPU)
     resolve_offloading({"kv_offloading_dir": str(tmp_path / "a" / "b")}, [FULL], CPU)
     assert not (tmp_path / "a").exists(), "it is created at the start"
+    for name in ("", "a\0b", "~no_such_user/kv"):
+        with pytest.raises(ConfigError, match="^kv_offloading_dir="):
+            resolve_offloading({"kv_offloading_dir": name}, [FULL], CPU)
 
 
 def test_an_unreadable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
     with pytest.raises(ConfigError, match="cannot be read and written by this user"):
         resolve_offloading({"kv_offloading_dir": str(tmp_path)}, [FULL], CPU)
+
+
+def test_a_folder_below_an_unreadable_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, stat = tmp_path / "sub", os.stat
+
+    def refused(path: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(folder):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr("os.stat", refused)  # root may read everything
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be read and written by this user"):
+        resolve_offloading({"kv_offloading_dir": str(folder)}, [FULL], CPU)
 
 
 def test_swap_space_and_connectors_are_mapped() -> None:
@@ -100,6 +119,18 @@ def test_swap_space_and_connectors_are_mapped() -> None:
         (connector(cpu_bytes_to_use=1, nonsense=2), "kv_connector_extra_config key 'nonsense'; known: "),
         (connector(cpu_bytes_to_use=1, secondary_tiers=[{"type": "obj"}]), "give one tier with type 'fs'"),
         (connector(cpu_bytes_to_use=1, secondary_tiers=["fs"]), "give one tier with type 'fs'"),
+        (connector(cpu_bytes_to_use=1, secondary_tiers={"type": "fs"}), "and its root_dir"),
+        (connector(cpu_bytes_to_use=1, secondary_tiers=5), "give one tier with type 'fs'"),
+        (connector(cpu_bytes_to_use=1, secondary_tiers=[{"type": "fs", "root_dir": ""}]), "and its root_dir"),
+        (
+            connector(cpu_bytes_to_use=1, secondary_tiers=[{"type": "fs", "root_dir": "/kv", "size": 4}]),
+            "unknown secondary_tiers key 'size'",
+        ),
+        (connector(cpu_bytes_to_use=1e30), "as a number of bytes above 0; it is 1e+30"),
+        (connector(cpu_bytes_to_use=float("nan")), "as a number of bytes above 0; it is nan"),
+        (connector(cpu_bytes_to_use=1, cpu_bytes_to_use_per_rank=1), "key 'cpu_bytes_to_use_per_rank'"),
+        (connector(cpu_bytes_to_use=1, disk_path=7), "disk_path=7 must be a directory"),
+        (connector(cpu_bytes_to_use=1, disk_capacity_bytes="1"), "disk_capacity_bytes must be specified in"),
     ],
 )
 def test_other_connectors_are_refused(config: Any, words: str) -> None:

@@ -5,21 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_on_cpu import use_fake_device
+from lora_oracle import save_adapter
 from oracle import make_tiny
 from tiny import check_against, generate, generate_preempted, logits_of, open_tiny, prompts_of
 
-from quire import LLM, SamplingParams
-from quire.checkpoint.families import FAMILIES, ssm
+from quire import LLM, LoRARequest, SamplingParams
+from quire.checkpoint.families import FAMILIES, lfm, linear_attention, ssm
 from quire.checkpoint.layout import cache_specs, layout
 from quire.data.outputs import RequestOutput
 from quire.kernels.cpu import native
 
-WITH_STATES = [name for name, family in FAMILIES.items() if family.read.__module__ == ssm.__name__]
+_MODULES = {module.__name__ for module in (lfm, linear_attention, ssm)}
+WITH_STATES = [name for name, family in FAMILIES.items() if family.read.__module__ in _MODULES]
 KINDS = {
     "FalconH1ForCausalLM",
     "JambaForCausalLM",
+    "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Mamba2ForCausalLM",
+    "MiniMaxForCausalLM",
     "Qwen3NextForCausalLM",
 }
 """One family for each kind of state; test_parity.py has hits of all families against transformers."""
@@ -28,11 +32,13 @@ NEAR = 1e-5 if native.library() else 1e-4
 EVERY_8 = {"enable_prefix_caching": True, "mamba_block_size": 8, "prefix_cache_retention_interval": 8}
 
 
-def without_hits(llm: LLM, prompts: list[list[int]], count: int) -> list[RequestOutput]:
+def without_hits(
+    llm: LLM, prompts: list[list[int]], count: int, lora: LoRARequest | None = None
+) -> list[RequestOutput]:
     params = SamplingParams(
         temperature=0, max_tokens=count, ignore_eos=True, logprobs=-1, skip_reading_prefix_cache=True
     )
-    return llm.generate(prompts, params, use_tqdm=False)
+    return llm.generate(prompts, params, lora_request=lora, use_tqdm=False)
 
 
 def cached(outputs: list[RequestOutput]) -> list[int | None]:
@@ -84,6 +90,24 @@ def test_checkpoints_of_an_8_bit_cache(tmp_path: Path) -> None:
     hits = generate(llm, prompts)
     assert cached(hits) == [24, 16]
     check_equal(hits, without_hits(llm, prompts, count=6))
+
+
+def test_checkpoints_of_adapters_are_separate(tmp_path: Path) -> None:
+    path, hf_model = make_tiny("qwen3_next", tmp_path)
+    adapters = [LoRARequest(name, at, str(tmp_path / name)) for at, name in enumerate("ab", 1)]
+    for lora in adapters:
+        layers = ["q_proj", "out_proj", "in_proj_qkvz"]
+        save_adapter(hf_model, Path(lora.lora_path), lora.lora_int_id, r=4, target_modules=layers).unload()
+    llm = open_tiny(path, enable_lora=True, max_loras=2, max_lora_rank=8, **EVERY_8)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=-1)
+    (prompt,) = prompts_of(27)
+    answers = list[RequestOutput]()
+    for lora, hits in zip((None, *adapters) * 2, (0, 0, 0, 24, 24, 24), strict=True):
+        (hit,) = llm.generate([prompt], params, lora_request=lora, use_tqdm=False)
+        assert cached([hit]) == [hits]
+        check_equal([hit], without_hits(llm, [prompt], 3, lora))
+        answers.append(hit)
+    assert (logits_of(answers[1]) - logits_of(answers[2])).abs().max() > 0.01, "the adapters are alike"
 
 
 def test_prefix_caching_is_off_by_default_without_attention(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from symbolic import continuation, widened
 from tiered import TieredEngine
 
+from quire.data.cache_hints import CacheHints
 from quire.data.kv_tiers import LoadDone
 from quire.sched.tier_index import TierIndex
 
@@ -59,6 +60,21 @@ def test_tokens_of_lower_tiers_are_counted_once(layout: str) -> None:
     num_entries = 5 if layout == "full" else 6
     assert counts.load_sizes == [num_entries] and counts.disk_bytes == 0
     assert counts.num_hits == 20 and counts.num_queries >= 21
+    assert counts.disk_queries >= 60 and counts.disk_hits == 0 and len(counts.lookup_s) >= 13
+
+
+def test_copies_under_way_use_a_share_of_host_memory() -> None:
+    engine = TieredEngine(num_blocks=12, num_host=50, num_files=50, waits=True)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    engine.add("again", prompt_of(0, 21), 3)
+    engine.step(0.0)
+    counts = engine.tiers.take_stats()
+    assert counts.host_read_share == 5 / 50
+    engine.finish_all()
+    engine.run()
+    counts = engine.tiers.take_stats()
+    assert (counts.host_read_share, counts.host_write_share) == (0, 0)
 
 
 def test_workers_are_asked_for_the_times_of_stores() -> None:
@@ -90,6 +106,7 @@ def test_entries_that_a_worker_could_not_write_are_not_looked_up() -> None:
     future.set_result(LoadDone(lost_writes=[*engine.copier.files]))
     answer(engine, "last", prompt_of(10, 9))
     assert answer(engine, "again", prompt_of(0, 21)) == 0
+    assert engine.tiers.take_stats().num_lost_writes > 20
     engine.check_tiers()
 
 
@@ -221,6 +238,16 @@ def test_files_are_bounded_and_the_least_recently_used_are_deleted() -> None:
     engine.check_tiers()
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_reason_of_a_miss_names_the_last_tier_of_an_evicted_block(tier: str) -> None:
+    engine = TieredEngine(num_blocks=12, num_host=14 * (tier == "host"), num_files=14 * (tier == "disk"))
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    assert answer(engine, "again", prompt_of(0, 21)) < 20
+    miss = next(run.miss for step in engine.steps for id, run in step.admitted.items() if id == "again")
+    assert miss is not None and (miss.reason, miss.tier) == ("evicted", tier)
+
+
 def test_full_blocks_are_written_when_no_request_is_left() -> None:
     engine = TieredEngine(num_blocks=32, num_files=100)
     answer(engine, "first", prompt_of(0, 21), count=8)
@@ -242,13 +269,18 @@ def test_a_failed_step_leaves_no_entry() -> None:
     engine.check_tiers()
 
 
-def test_preempted_requests_come_back_from_host_memory(caplog: pytest.LogCaptureFixture) -> None:
-    engine = TieredEngine(num_blocks=14, num_host=100, max_num_batched_tokens=64, reserve_full_prompt=False)
+@pytest.mark.parametrize("num_host", [0, 100])
+def test_preempted_requests_come_back_from_host_memory(
+    num_host: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a tier, as in an engine that only exchanges prefixes with others, they are computed again."""
+    limits = {"num_blocks": 14, "max_num_batched_tokens": 64, "reserve_full_prompt": False}
+    engine = TieredEngine(num_host=num_host, **limits)
     for number in range(4):
         engine.add(f"{number}", prompt_of(number, 9), 24)
     engine.run()
-    assert engine.scheduler.num_preemptions and engine.copier.num_loaded
-    assert "PreemptionMode.SWAP" in caplog.text
+    assert engine.scheduler.num_preemptions and bool(engine.copier.num_loaded) == bool(num_host)
+    assert f"PreemptionMode.{'SWAP' if num_host else 'RECOMPUTE'}" in caplog.text
     for number in range(4):
         assert engine.outputs[f"{number}"] == continuation(prompt_of(number, 9), 24)
     engine.check_empty()
@@ -404,7 +436,8 @@ def test_any_interleaving_of_copies_ends_with_all_blocks_accounted_for(
         match event.kind:
             case "add":
                 prompts[f"{number}"] = prompt_of(event.family, event.length), event.count
-                engine.add(f"{number}", *prompts[f"{number}"])
+                hints = CacheHints(300, f"{event.count % 3}") if event.length % 2 else None
+                engine.add(f"{number}", *prompts[f"{number}"], hints=hints)
             case "step":
                 for _ in range(event.count):
                     if engine.core.has_work:

@@ -108,6 +108,19 @@ def test_retention_survives_use_without_hints() -> None:
     assert pool.num_retained == 0, "its time is over"
 
 
+def test_names_without_blocks_are_forgotten() -> None:
+    """Catches memory that grows with the number of sessions while nothing has to be evicted."""
+    pool = RetainingPool(101)
+    blocks = filled(pool, 4, "s")
+    for session in range(1000):
+        pool.release(blocks, hints(str(session), 300 + session))
+        pool.share(blocks)
+    assert len(pool._retained) <= 1
+    pool.release(blocks, hints("last", 5000))
+    pool.take(97)
+    assert cached(pool, "s") == 3 and pool.num_retained == 3
+
+
 def test_longer_retention_wins() -> None:
     clock = Clock()
     pool = RetainingPool(21, clock=clock)

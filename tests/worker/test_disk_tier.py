@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +100,96 @@ def test_files_of_another_model_are_misses(tmp_path: Path) -> None:
     other.close()
 
 
-def test_a_start_removes_unfinished_and_unknown_files(tmp_path: Path) -> None:
-    """A process that is killed leaves the file that it was writing."""
+def test_a_start_removes_unfinished_files_and_no_others(tmp_path: Path) -> None:
+    """A process that is killed leaves the file that it was writing. What users or links have put beside the
+    files stays as it is."""
     tier = opened(tmp_path)
     tier.write(KEYS[:3], contents(0, 1, 2))
     tier.flush()
     paths = [tier._path(key) for key in KEYS[:3]]
     paths[0].rename(paths[0].with_suffix(".tmp"))
     os.truncate(paths[1], 10)
-    (paths[2].parent / "notes.txt").touch()
+    others = [paths[2].parent / "notes.txt", tmp_path / "home" / "thesis.kv", tmp_path / "home" / "a.tmp"]
+    others[1].parent.mkdir()
+    for path in others:
+        path.touch()
+    (tmp_path / "model" / "ff").symlink_to(tmp_path / "home")
+    link = paths[2].with_name("ab" * 32 + ".kv")
+    link.symlink_to(others[1])
     tier.close()
     again = opened(tmp_path)
-    assert again.keys() == [KEYS[2]] and files(tmp_path) == [paths[2]]
+    assert again.keys() == [KEYS[2]] and files(tmp_path) == sorted([paths[2], *others])
+    assert not link.is_symlink()
     again.close()
+
+
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir(mode=0o755)
+    (tmp_path / "model").symlink_to(tmp_path / "home")
+    with pytest.raises(ConfigError, match="cannot be used: it is a symbolic link"):
+        opened(tmp_path)
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o755 and not files(tmp_path)
+
+
+class Slow:
+    """Contents of blocks that arrive when the test sets an event."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.arrived = threading.Event()
+        self._contents = contents(*numbers)
+
+    def wait(self) -> Any:
+        self.arrived.wait()
+        return self._contents.wait()
+
+
+def test_blocks_that_wait_to_be_written_are_read_from_memory(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    slow = Slow(0)
+    tier.write(KEYS[:1], slow)
+    tier.write(KEYS[1:2], contents(1))
+    (block,) = tier.read(KEYS[1:2])
+    assert block is not None and (block == contents(1).wait()[0]).all()
+    assert not files(tmp_path), "the reader has not waited for the files"
+    slow.arrived.set()
+    tier.flush()
+    assert len(files(tmp_path)) == 2 and not tier._unwritten
+    tier.close()
+
+
+def test_files_of_other_models_make_way(tmp_path: Path) -> None:
+    """The size of a directory is a limit of all models together; those in use by other engines stay."""
+
+    def tier_of(digit: str, room: int) -> DiskTier:
+        folder, model = tmp_path / f"model_{digit * 12}_r0", digit.encode() * 32
+        most_bytes = room * (HEADER_BYTES + SIZE)
+        return DiskTier(folder, model=model, block_bytes=SIZE, most_bytes=most_bytes, takes="_r0".__eq__)
+
+    def num_files() -> list[int]:
+        folders = [tmp_path / f"model_{digit * 12}_r0" for digit in "abc"]
+        return [sum(file.suffix == ".kv" for file in files(folder)) for folder in folders]
+
+    for seconds, digit in enumerate("abc", 1):
+        tier = tier_of(digit, 100)
+        tier.write(KEYS[:3], contents(0, 1, 2))
+        tier.close()
+        for path in files(tmp_path / f"model_{digit * 12}_r0"):
+            os.utime(path, (seconds, seconds))
+    in_use = tier_of("b", 100)
+    tier = tier_of("c", 5)
+    tier.keys()
+    tier.flush()
+    assert num_files() == [2, 3, 3], "the oldest make way at the start"
+    tier.write(KEYS[3:], contents(3))
+    tier.flush()
+    assert num_files() == [1, 3, 4]
+    tier.close()
+    in_use.close()
+    tier = tier_of("c", 4)
+    tier.keys()
+    tier.flush()
+    assert num_files() == [0, 0, 4]
+    tier.close()
 
 
 def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
@@ -131,6 +209,7 @@ def test_deleted_blocks_are_gone(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     tier.write(KEYS[:2], contents(0, 1))
     tier.delete([KEYS[0], KEYS[3]])
+    tier.flush()
     assert [block is None for block in tier.read(KEYS[:2])] == [True, False]
     tier.close()
 

@@ -14,6 +14,7 @@ from quire.core.engine_core import EngineCore
 from quire.data.kv_tiers import BlockLoad, BlockStores
 from quire.data.params import SamplingParams
 from quire.data.request import Request
+from quire.errors import ConfigError
 from quire.worker import disk_tier
 from quire.worker.disk_tier import DiskTier, model_digest
 from quire.worker.kv_tiers import CacheEntries, CpuBlockCopies, KindTiers, WorkerTiers
@@ -128,6 +129,48 @@ def test_answers_are_the_same_after_a_restart(family: str, models: dict[str, Pat
     assert cold.num_cached == 0 and warm.num_cached == num_cached and 0 < warm.num_from_disk <= num_cached
 
 
+def test_all_models_in_a_directory_share_its_size(models: dict[str, Path], tmp_path: Path) -> None:
+    """Start models one after the other: with the last ones, files of the first make way, with states too."""
+    num_bytes = list[int]()
+    for family in ("nemotron_h", "qwen3", "gemma2", "nemotron_h"):
+        cache = {"kv_offloading_dir": str(tmp_path), "kv_offloading_dir_size": 48_000 / 2**30}
+        core, _ = build_core(settings(models[family], **cache))
+        try:
+            for number in range(4):
+                run(core, str(number), prompt_of(number))
+        finally:
+            core.close()
+        num_bytes.append(sum(path.stat().st_size for path in tmp_path.rglob("*.kv")))
+    assert max(num_bytes) < 48_000 * 1.1 and min(num_bytes[1:3]) > 40_000, num_bytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"kv_offloading_dir_size": 1e-6},
+            "is less than one block of .*: raise it to at least 0.0001",
+        ),
+        (
+            {"kv_offloading_dir_size": 1e6},
+            r"\(1000000.00 GiB\) is more than .*: lower it to at most 99.99",
+        ),
+        ({"kv_offloading_dir_size": 60, "data_parallel_size": 2}, r"\(2 engines \* 60.00 GiB\) is more than"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    fields: dict[str, Any],
+    words: str,
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.core.kv_tiers._free_on_disk", lambda folder: 100 * 2**30 - 1)
+    config = settings(models["qwen3"], kv_offloading_dir=str(tmp_path), **fields)
+    with pytest.raises(ConfigError, match=words):
+        build_core(config)
+
+
 def test_damaged_files_are_computed_again(models: dict[str, Path], tmp_path: Path) -> None:
     answers = []
     for _ in range(2):
@@ -148,7 +191,11 @@ def test_everything_that_changes_a_block_changes_its_folder(models: dict[str, Pa
     base = model_digest(settings(path))
     assert model_digest(settings(path)) == base
     others = [settings(path, block_size=8), settings(path, dtype="bfloat16"), settings(models["gemma2"])]
-    others += [settings(path, kv_cache_dtype="fp8"), settings(path, load_format="dummy")]
+    others += [
+        settings(path, batch_invariant=True),
+        settings(path, kv_cache_dtype="fp8"),
+        settings(path, load_format="dummy"),
+    ]
     (weights,) = path.glob("*.safetensors")
     status = weights.stat()
     digests = [model_digest(config) for config in others]
@@ -167,7 +214,7 @@ def test_a_sleeping_worker_holds_no_cache(family: str, models: dict[str, Path]) 
     """Catches tiers that keep the memory of the cache, or the address of the one before the sleep."""
     worker = Worker(settings(models[family], enable_prefix_caching=True))
     worker.start()
-    worker.open_tiers([4, 4])
+    worker.open_tiers([4, 4], [0, 0])
     assert worker._tiers is not None
     worker.sleep(1)
     worker.sleep(1)

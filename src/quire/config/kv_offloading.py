@@ -34,7 +34,8 @@ _WITHOUT_EFFECT = (
     *("block_size", "blocks_per_chunk", "max_tracker_size", "offload_prompt_only", "lazy_offload"),
     *("disk_buffer_slots", "use_page_cache"),
 )
-_SIZES = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_path", "disk_capacity_bytes")
+_SIZES = ("cpu_bytes_to_use", "disk_path", "disk_capacity_bytes")
+_OF_FS_TIER = ("type", "root_dir", "n_read_threads", "n_write_threads", "enable_kv_events", "locality")
 
 
 def default_host_bytes(free: int, cache_bytes: int, *, num_devices: int, num_engines: int) -> int:
@@ -69,13 +70,25 @@ def resolve_offloading(
             warn_once(logger, f"{name} has no effect: {off_reason}")
         values["kv_offloading_size"] = 0.0
     if values.get("kv_offloading_dir") is not None:
-        _check_folder(Path(values["kv_offloading_dir"]).expanduser())
+        _check_folder(values["kv_offloading_dir"])
     return values
 
 
-def _check_folder(folder: Path) -> None:
+def existing_part(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists. A folder below one that cannot be read counts as
+    missing."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+
+
+def _check_folder(name: str) -> None:
     """Raise if the folder, or its nearest parent that exists, cannot be read and written."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not name or "\0" in name:
+        raise ConfigError(f"kv_offloading_dir={name!r} is not the name of a directory")
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"kv_offloading_dir={name!r}: {error}") from None
+    existing = existing_part(folder)
     if not existing.is_dir():
         raise ConfigError(f"kv_offloading_dir={str(folder)!r}: {existing} is not a directory")
     if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
@@ -103,17 +116,25 @@ def offloading_of(config: Any, others: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r} must be an object")
     check_extra(extra, (*_SIZES, *_ALLOWED, *_WITHOUT_EFFECT, "secondary_tiers"), _ALLOWED)
     num_bytes = extra.get("cpu_bytes_to_use", _SIMPLE_BYTES if connector == _CONNECTORS[1] else None)
-    if not isinstance(num_bytes, int | float) or isinstance(num_bytes, bool) or num_bytes <= 0:
-        raise ConfigError(
-            f"cpu_bytes_to_use must be specified in kv_connector_extra_config, as a number of bytes above 0;"
-            f" it is {num_bytes!r}"
-        )
-    mapped: dict[str, Any] = {"kv_offloading_size": num_bytes / 2**30}
-    if extra.get("disk_path"):
-        mapped["kv_offloading_dir"] = str(extra["disk_path"])
-    if extra.get("disk_capacity_bytes"):
-        mapped["kv_offloading_dir_size"] = extra["disk_capacity_bytes"] / 2**30
+    mapped: dict[str, Any] = {"kv_offloading_size": _gib("cpu_bytes_to_use", num_bytes)}
+    if (path := extra.get("disk_path")) is not None:
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"kv_connector_extra_config: disk_path={path!r} must be a directory")
+        mapped["kv_offloading_dir"] = path
+    if (capacity := extra.get("disk_capacity_bytes")) is not None:
+        mapped["kv_offloading_dir_size"] = _gib("disk_capacity_bytes", capacity)
     return mapped | _secondary_tier(extra.get("secondary_tiers") or [])
+
+
+def _gib(name: str, num_bytes: Any) -> float:
+    """Return a number of bytes in GiB."""
+    is_number = isinstance(num_bytes, int | float) and not isinstance(num_bytes, bool)
+    if not is_number or not 0 < num_bytes < 2**63:
+        raise ConfigError(
+            f"{name} must be specified in kv_connector_extra_config, as a number of bytes above 0; it is"
+            f" {num_bytes!r}"
+        )
+    return float(num_bytes) / 2**30
 
 
 def check_extra(
@@ -131,10 +152,13 @@ def _secondary_tier(tiers: Any) -> dict[str, Any]:
     """Return the settings for `secondary_tiers`, of which one directory (type `fs`) is supported."""
     if not tiers:
         return {}
-    kinds = [isinstance(tier, dict) and tier.get("type") for tier in tiers]
-    if kinds != ["fs"] or not isinstance(tiers[0].get("root_dir"), str):
+    entries = tiers if isinstance(tiers, list) else [tiers]
+    kinds = [isinstance(tier, dict) and tier.get("type") for tier in entries]
+    folder = entries[0].get("root_dir") if kinds == ["fs"] else None
+    if not isinstance(folder, str) or not folder:
         raise ConfigError(
             f"kv_connector_extra_config: secondary_tiers={tiers!r} is not supported; give one tier with type"
             " 'fs' and its root_dir"
         )
-    return {"kv_offloading_dir": tiers[0]["root_dir"]}
+    check_keys("secondary_tiers", entries[0], _OF_FS_TIER)
+    return {"kv_offloading_dir": folder}

@@ -146,14 +146,14 @@ class CacheSection:
     between. Default: at a half, a quarter and so on of a prompt, from 1024 tokens up."""
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
     """Hash of a block's content; `sha256_cbor` is read as sha256."""
-    kv_offloading_size: Annotated[float | None, FieldRule(at_least=0)] = None
+    kv_offloading_size: Annotated[float | None, FieldRule(at_least=0, at_most=1 << 30)] = None
     """GiB of host memory, over all ranks, for blocks that are evicted from a GPU. 0: off. Default: a tenth of
     the free host memory, at most 16 GiB and at most the size of the KV cache for each GPU."""
     kv_offloading_backend: Literal["native"] = "native"
     """Implementation of KV cache offloading."""
     kv_offloading_dir: str | None = None
     """Directory for full blocks of the KV cache, which survive a restart. Only its user can read it."""
-    kv_offloading_dir_size: Annotated[float, FieldRule(above=0)] = 16.0
+    kv_offloading_dir_size: Annotated[float, FieldRule(above=0, at_most=1 << 30)] = 16.0
     """Most GiB in kv_offloading_dir, over all ranks; the least recently used blocks are deleted."""
     kv_offloading_salted: bool = False
     """Write blocks of requests with a cache_salt to kv_offloading_dir, too."""

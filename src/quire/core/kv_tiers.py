@@ -1,11 +1,13 @@
 """Opens the KV cache tiers in host memory and on disk, and the exchange of prefixes with other engines."""
 
+import contextlib
 import shutil
 from concurrent.futures import Future
+from math import ceil, floor
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
-from quire.config.kv_offloading import default_host_bytes
+from quire.config.kv_offloading import default_host_bytes, existing_part
 from quire.config.kv_transfer import TransferSettings
 from quire.config.machine import GIB
 from quire.core.kv_transfer import Producer
@@ -46,19 +48,23 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
     states = None if kv.states is None else EntryTiers(kv.states.pool, state_bytes)
     kinds = [kind for kind in (pages, states) if kind is not None]
     gib, free = cache.kv_offloading_size, free_memory()
+    num_engines = config.parallel.data_parallel_size_local or config.parallel.data_parallel_size
     if gib is None:
-        gib = _default_gib(config, kinds, free)
+        gib = _default_gib(config, kinds, free, num_engines)
     if gib:
-        counts = _num_entries("kv_offloading_size", gib, kinds, free, "host memory")
+        counts = _num_entries("kv_offloading_size", gib, kinds, free, "host memory", num_engines)
         for kind, count in zip(kinds, counts, strict=True):
             kind.host = TierIndex(count)
     if cache.kv_offloading_dir is not None:
         gib, place = cache.kv_offloading_dir_size, cache.kv_offloading_dir
-        counts = _num_entries("kv_offloading_dir_size", gib, kinds, _free_on_disk(Path(place)), place)
+        free = _free_on_disk(Path(place))
+        counts = _num_entries("kv_offloading_dir_size", gib, kinds, free, place, num_engines)
         for kind, count in zip(kinds, counts, strict=True):
             kind.disk = TierIndex(count)
     hosts = [None if kind is None else kind.host for kind in (pages, states)]
-    by_rank = executor.call("open_tiers", [[0 if host is None else host.capacity for host in hosts]])
+    disks = [None if kind is None else kind.disk for kind in (pages, states)]
+    capacities = [[0 if tier is None else tier.capacity for tier in tiers] for tiers in (hosts, disks)]
+    by_rank = executor.call("open_tiers", capacities)
     settings = TransferSettings.of(cache.kv_transfer_config)
     offers = None
     if settings is not None and settings.produces:
@@ -84,15 +90,14 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
     return tiers
 
 
-def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> float:
+def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int, num_engines: int) -> float:
     """Return the default size of the host tier in GiB; 0 if one entry of each kind would not fit. `free` is
-    the free host memory in bytes."""
-    parallel = config.parallel
+    the free host memory in bytes, which `num_engines` engines share."""
     num_bytes = default_host_bytes(
         free,
         sum(kind.pool.num_usable * kind.entry_bytes for kind in kinds),
-        num_devices=world_size(parallel),
-        num_engines=parallel.data_parallel_size_local or parallel.data_parallel_size,
+        num_devices=world_size(config.parallel),
+        num_engines=num_engines,
     )
     return num_bytes / GIB if num_bytes >= sum(kind.entry_bytes for kind in kinds) else 0.0
 
@@ -111,20 +116,24 @@ def _log_sizes(place: str | None, kinds: list[tuple[EntryTiers, TierIndex | None
     log.info("KV cache tier in %s: %s, %s", place, human(num_bytes), "; ".join(texts))
 
 
-def _num_entries(name: str, gib: float, kinds: list[EntryTiers], free: int, place: str) -> list[int]:
+def _num_entries(
+    name: str, gib: float, kinds: list[EntryTiers], free: int, place: str, num_engines: int
+) -> list[int]:
     """Return the number of entries of each kind in a tier of `gib` GiB, in the same proportions as on the
-    device. Raise if one entry of each kind does not fit, or if fewer than `gib` GiB are free."""
+    device. Raise if one entry of each kind does not fit, or if fewer than `gib` GiB are free for each of
+    `num_engines` engines."""
     num_bytes, least = int(gib * GIB), sum(kind.entry_bytes for kind in kinds)
     if num_bytes < least:
         what = "one block" if len(kinds) == 1 else "one block and one checkpoint of states,"
         raise ConfigError(
             f"{name}={gib:g} GiB is less than {what} of {human(least)}: raise it to at least"
-            f" {least / GIB:.4f}"
+            f" {ceil(least / GIB * 1e4) / 1e4:.4f}"
         )
-    if num_bytes > free:
+    if num_bytes * num_engines > free:
+        needed = human(num_bytes) if num_engines == 1 else f"{num_engines} engines * {human(num_bytes)}"
         raise ConfigError(
-            f"{name}={gib:g} GiB ({human(num_bytes)}) is more than the {human(free)} that are free in"
-            f" {place}: lower it to at most {free / GIB:.2f}"
+            f"{name}={gib:g} GiB ({needed}) is more than the {human(free)} that are free in {place}: lower it"
+            f" to at most {floor(free / num_engines / GIB * 100) / 100:.2f}"
         )
     on_device = [kind.pool.num_usable * kind.entry_bytes for kind in kinds]
     return [
@@ -137,6 +146,8 @@ def _free_on_disk(folder: Path) -> int:
     """Return the bytes that a tier in this directory may use: the disk's free bytes and those of its
     files."""
     folder = folder.expanduser()
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    files = (path for path in folder.glob("*/*/*.kv"))
-    return shutil.disk_usage(existing).free + sum(path.stat().st_size for path in files)
+    free = shutil.disk_usage(existing_part(folder)).free
+    for path in folder.glob("*/*/*.kv"):
+        with contextlib.suppress(OSError):  # another engine may delete it
+            free += path.lstat().st_size
+    return free

@@ -27,7 +27,7 @@ class PrefixMiss(msgspec.Struct, omit_defaults=True):
     evicted_s: float | None = None
     """Seconds since the eviction, for the reason `evicted`."""
     tier: str | None = None
-    """Tier that the blocks were evicted from: `device`."""
+    """Last tier that had the blocks: `device`, `host` or `disk`."""
     why: str | None = None
     """Explanation why prefix caching is off, for the reason `off`."""
     text: str | None = None

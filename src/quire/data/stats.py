@@ -31,6 +31,17 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     disk_written_bytes: int = 0
     """Bytes that were written to disk."""
     disk_write_s: float = 0.0
+    num_lost_writes: int = 0
+    """Number of KV blocks that were not written to disk."""
+    disk_queries: int = 0
+    """Number of blocks of admitted prompts that were neither cached on the device nor in host memory."""
+    disk_hits: int = 0
+    """Number of these blocks that came from disk."""
+    lookup_s: list[float] = []
+    """Seconds of each lookup of a request in the tiers."""
+    host_read_share: float = 0.0
+    host_write_share: float = 0.0
+    """Shares of the blocks in host memory that copies under way read and fill."""
     num_failed_stores: int = 0
     """Number of KV blocks that were not copied to a lower tier, because no slot was free there."""
     num_failed_loads: int = 0

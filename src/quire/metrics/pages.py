@@ -146,7 +146,7 @@ class MetricsPages:
             for place, count in enumerate(accepted):
                 self._add(f"{ACCEPTED}:{place}", count)
         if step.tiers is not None:
-            kv_offload.observe(step.tiers, self._add, self._record_many)
+            kv_offload.observe(step.tiers, self._add, self._record_many, self._set)
         if step.num_computed_tokens:
             self._record("iteration_tokens_total", step.num_computed_tokens)
         self.observe_front(front)

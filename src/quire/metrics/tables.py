@@ -3,6 +3,7 @@
 from quire.data.prefix_miss import MISS_REASONS
 from quire.data.stats import SLO_RESULTS
 from quire.metrics.kv_offload import COUNTERS as OFFLOAD_COUNTERS
+from quire.metrics.kv_offload import GAUGES as OFFLOAD_GAUGES
 from quire.metrics.kv_offload import HISTOGRAMS as OFFLOAD_HISTOGRAMS
 from quire.metrics.kv_offload import LABELLED as OFFLOAD_LABELLED
 
@@ -29,6 +30,7 @@ GAUGES = {
     "gpu_cache_usage_perc": "Older name of the metric above.",
     "avg_prompt_throughput_toks_per_s": "Prompt tokens computed per second, over the last interval.",
     "avg_generation_throughput_toks_per_s": "Tokens generated per second, over the last interval.",
+    **OFFLOAD_GAUGES,
 }
 START_GAUGES = {
     "engine_start_time_seconds": "Unix time at which the engine core was started, or last restarted.",
@@ -40,7 +42,7 @@ COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "mm_cache_queries": "Images, videos and audio items looked up in the multimodal cache.",
     "mm_cache_hits": "Items found in the multimodal cache.",
-    "num_preemptions": "Requests preempted by recomputation.",
+    "num_preemptions": "Preempted requests, whose blocks are computed again or loaded from a lower tier.",
     "request_resumed": "Requests that continued in another or a restarted engine core after a crash.",
     "prompt_tokens": "Prompt tokens processed, including cached ones.",
     "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",

@@ -114,12 +114,19 @@ class KVTiers:
         """Entries of loaded requests that wait for a row, by request id."""
         self._looked_up: set[str] = set()
         """Ids of waiting requests whose load was started once; they are not looked up again."""
+        for kind in self.stores.kinds:
+            for name, tier in (("host", kind.host), ("disk", kind.disk)):
+                if tier is not None:
+                    tier.on_evicted = partial(self._note_evicted_from, name)
         kv.tiers = self
 
     # ---- storing
 
     def note_evicted(self, blocks: list[Block]) -> None:
         self.stores.note_evicted(blocks)
+
+    def _note_evicted_from(self, tier: str, key: bytes) -> None:
+        self.kv.reasons.evicted([key], tier)
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
         return self.stores.plan(step, fresh)
@@ -135,6 +142,10 @@ class KVTiers:
     def has_work(self) -> bool:
         """Whether entries wait to be stored, or are on their way to the device."""
         return bool(self.stores.are_waiting or self._loads or self._orphaned)
+
+    @property
+    def keeps_evicted(self) -> bool:
+        return any(True for kind in self.stores.kinds for _ in kind)
 
     def _flush(self) -> None:
         """Copy the entries that wait for the next step to lower tiers now; no step may be in flight."""
@@ -167,8 +178,10 @@ class KVTiers:
         if any(load.remote == request.remote is not None for load in self._loads.values()):
             return True  # another sequence of the same request loads this prompt
         find = partial(self._find, remote=self._remote_keys(request))
+        began = self._clock()
         hit = self.kv.lookup(request, find)
         missing = self._missing(request, hit, find)
+        self.stats.lookup_s.append(self._clock() - began)
         if not missing:
             return False
         if len(self._loads) + len(self._orphaned) >= MAX_LOADS:
@@ -348,6 +361,7 @@ class KVTiers:
     def _record(self, done: LoadDone) -> None:
         self.stores.disk_is_off = self.stores.disk_is_off or done.is_off
         self.stores.withdraw(done.lost_writes)
+        self.stats.num_lost_writes += len(done.lost_writes)
         self.stats.load_s += done.seconds
         self.stats.store_s += done.store_s
         self.stats.disk_read_s += done.read_s
@@ -361,6 +375,10 @@ class KVTiers:
             num_hits = request.num_loaded
             self.stats.num_queries += max(request.prompt_len - request.num_cached, 0) + num_hits
             self.stats.num_hits += num_hits
+            if any(kind.disk is not None for kind in self.stores.kinds):
+                num_read, size = request.num_from_disk, self.kv.block_size
+                self.stats.disk_hits += num_read // size
+                self.stats.disk_queries += max(request.prompt_len - request.num_cached + num_read, 0) // size
         self._release(request)
         self._looked_up.discard(request.id)
         self._release_remote(request)
@@ -453,4 +471,9 @@ class KVTiers:
         stats, self.stats, stores = self.stats, TierStats(), self.stores
         stats.store_sizes, stores.sizes = stores.sizes, []
         stats.num_failed_stores, stores.num_failed = stores.num_failed, 0
+        hosts = [kind.host for kind in stores.kinds if kind.host is not None]
+        if hosts:
+            capacity = sum(host.capacity for host in hosts)
+            stats.host_read_share = sum(host.num_pinned for host in hosts) / capacity
+            stats.host_write_share = sum(host.num_being_copied for host in hosts) / capacity
         return stats

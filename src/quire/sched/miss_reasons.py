@@ -71,8 +71,8 @@ class MissReasons:
         self.off_reason = off_reason
         self._root_key, self._marks, self._clock = root_key, marks, clock
         limit = min(max(num_blocks, MIN_ENTRIES), MAX_ENTRIES)
-        self._evicted: RecentEntries[bytes, float] = RecentEntries(limit)
-        """Times of evictions, by key of the block."""
+        self._evicted: RecentEntries[bytes, tuple[float, str]] = RecentEntries(limit)
+        """Time of the last eviction of each block, and the tier that it was evicted from, by key."""
         self._continuations: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
         """By key of a prefix: the last prompt that continued it, as the number of one of its blocks (at most
         that of the block after the prefix) and its tokens from that block on. The keys of all blocks with
@@ -81,9 +81,9 @@ class MissReasons:
         """By cache scope and tokens of a first block: salt and LoRA adapter of the last prompt that began
         with it."""
 
-    def evicted(self, keys: list[bytes]) -> None:
-        """Record that blocks were evicted from the device."""
-        self._evicted.update(dict.fromkeys(keys, self._clock()))
+    def evicted(self, keys: Sequence[bytes], tier: str = "device") -> None:
+        """Record that blocks were evicted from a tier: `device`, `host` or `disk`."""
+        self._evicted.update(dict.fromkeys(keys, (self._clock(), tier)))
 
     def forget(self) -> None:
         """Forget everything; the cache was reset."""
@@ -124,9 +124,10 @@ class MissReasons:
         suffixes = self._marks if num_seen == num_cached else (STATE_MARK,)
         for key in keys:
             for suffix in suffixes:
-                if (evicted_at := self._evicted.get(key + suffix)) is not None:
+                if (eviction := self._evicted.get(key + suffix)) is not None:
+                    evicted_at, tier = eviction
                     seconds = round(self._clock() - evicted_at, 3)
-                    return PrefixMiss("evicted", num_cached, evicted_s=seconds, tier="device")
+                    return PrefixMiss("evicted", num_cached, evicted_s=seconds, tier=tier)
         if num_seen > num_cached:
             return PrefixMiss("no_checkpoint", num_cached)
         return self._compare(request, first) or PrefixMiss("never_seen", num_cached)

@@ -6,6 +6,7 @@ import numpy as np
 
 from quire.logs import get_logger, printable
 from quire.sched.running import RowIds, Running
+from quire.sched.tier_protocol import LowerTiers
 
 log = get_logger(__name__)
 
@@ -41,12 +42,13 @@ class PreemptionWarning:
     def __init__(self) -> None:
         self._next = 0.0
 
-    def __call__(self, request_id: str, num_preemptions: int, *, swaps: bool = False) -> None:
-        """Log the warning, at most once per `WARN_INTERVAL_S`. With `swaps`, evicted blocks are copied to a
-        lower tier of the KV cache."""
+    def __call__(self, request_id: str, num_preemptions: int, tiers: LowerTiers | None = None) -> None:
+        """Log the warning, at most once per `WARN_INTERVAL_S`. It says whether evicted blocks are copied to
+        one of the lower `tiers` of the KV cache."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + WARN_INTERVAL_S
+        swaps = tiers is not None and tiers.keeps_evicted
         log.warning(
             _WARNING.replace("RECOMPUTE", "SWAP") if swaps else _WARNING,
             printable(request_id),

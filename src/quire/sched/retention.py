@@ -89,10 +89,8 @@ class RetainingPool(BlockPool):
     def reset(self) -> bool:
         if not super().reset():
             return False
-        for hints, blocks in self._retained.items():
-            while blocks:
-                self._demote(hints)
-        self._retained.clear()
+        while self._retained:
+            self._demote(next(iter(self._retained)))
         self._until.clear()
         return True
 
@@ -108,12 +106,14 @@ class RetainingPool(BlockPool):
             self._demote(hints)
         elif self.num_retained > self._max_retained:
             scope = max(self._num_by_scope, key=lambda name: self._num_by_scope[name])
-            self._demote(next(key for key, kept in self._retained.items() if kept and key.scope == scope))
+            self._demote(next(key for key in self._retained if key.scope == scope))
 
     def _drop(self, block: Block) -> None:
-        """Remove a retained block from its list."""
+        """Remove a retained block from its list, and the list if it is empty."""
         hints, _ = self._until[block]
         self._retained[hints].remove(block)
+        if not self._retained[hints]:
+            del self._retained[hints]
         self.num_retained -= 1
         self._num_by_scope[hints.scope] -= 1
         if not self._num_by_scope[hints.scope]:
@@ -137,21 +137,15 @@ class RetainingPool(BlockPool):
             self._next_expiry = now + _EXPIRY_S
             self._expire(now)
         while len(self._free) < count:
-            hints, blocks = next(iter(self._retained.items()))
-            if blocks:
-                self._demote(hints)
-            else:
-                del self._retained[hints]
+            self._demote(next(iter(self._retained)))
 
     def _expire(self, now: float) -> None:
-        """Move blocks with expired retention to the beginning of the free list, and drop empty lists."""
+        """Move blocks with expired retention to the beginning of the free list."""
         expired: list[Block] = []
-        for hints, blocks in list(self._retained.items()):
+        for blocks in list(self._retained.values()):
             while (block := blocks.first) is not None and self._until[block][1] <= now:
                 self._drop(block)
                 del self._until[block]
                 expired.append(block)
-            if not blocks:
-                del self._retained[hints]
         for block in reversed(expired):
             self._free.prepend(block)

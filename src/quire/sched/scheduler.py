@@ -216,7 +216,7 @@ class Scheduler:
             if self.in_flight:
                 return None
             request = self._preempt(choose_victim(running, self.admitter.policy, self.admitter.candidates()))
-            self._warn(request.id, self.num_preemptions, swaps=self.kv.tiers is not None)
+            self._warn(request.id, self.num_preemptions, self.kv.tiers)
 
     def _preempt_for_fairness(self) -> bool:
         """Preempt rows for tenants below their fair share; return False if steps in flight must end first."""

@@ -29,6 +29,8 @@ class TierIndex:
         """Called with the key of a block that the tier now holds."""
         self.on_removed: Callable[[bytes], None] = lambda key: None
         """Called with the key of a block that the tier no longer holds."""
+        self.on_evicted: Callable[[bytes], None] = lambda key: None
+        """Called with the key of a block that makes way for another one."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -60,6 +62,7 @@ class TierIndex:
                 return None
             slot = self._slots.pop(evicted)
             self.on_removed(evicted)
+            self.on_evicted(evicted)
         self._being_copied[key] = slot
         return slot, evicted
 

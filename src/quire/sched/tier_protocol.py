@@ -22,6 +22,10 @@ class LowerTiers(AdmissionCheck, Protocol):
     def has_work(self) -> bool:
         """Whether blocks are being copied or wait to be copied."""
 
+    @property
+    def keeps_evicted(self) -> bool:
+        """Whether evicted blocks are copied to host memory or disk."""
+
     def note_evicted(self, blocks: list[Block]) -> None:
         """Record blocks before their prefixes are evicted from the device."""
 

@@ -4,15 +4,18 @@ A file contains digests of the model and of the block, and is renamed to its fin
 file of another model, or one that a crash or the disk has damaged, is therefore never read as a block."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import queue
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +28,7 @@ from quire.config.parallel import Rank
 from quire.data.kv_tiers import LoadDone
 from quire.errors import ConfigError
 from quire.logs import get_logger
+from quire.worker.other_models import LOCK_FILE, OtherModels, block_files
 
 log = get_logger(__name__)
 
@@ -33,6 +37,10 @@ _DIGEST_BYTES = 32
 HEADER_BYTES = len(_MAGIC) + 2 * _DIGEST_BYTES
 _ENDING = ".kv"
 _UNFINISHED = ".tmp"
+_KINDS = ("", "_states")
+"""Endings of the names of folders: of those for KV blocks, and for checkpoints of SSM states."""
+_SUFFIX = re.compile(r"_r(\d+)(\D*)")
+"""The suffix of the name of a folder: the rank and the kind."""
 _NUM_READERS = 4
 _MAX_WAITING_BYTES = 1 << 30
 """Most bytes that wait to be written; further blocks are not written."""
@@ -59,9 +67,18 @@ def _digest(key: bytes, data: Bytes) -> bytes:
 class DiskTier:
     """Files of KV cache blocks, one per block and named by its key. A separate thread writes them."""
 
-    def __init__(self, folder: Path, *, model: bytes, block_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: bytes,
+        block_bytes: int,
+        most_bytes: int = 0,
+        takes: Callable[[str], bool] | None = None,
+    ) -> None:
         """Open or create the folder of a model. `model` is the digest of everything that the contents of a
-        block depend on besides its key."""
+        block depend on besides its key. Folders of other models whose suffix `takes` accepts make way: their
+        files and those of this tier have at most `most_bytes` together."""
         assert len(model) == _DIGEST_BYTES
         self.folder, self.model, self.block_bytes = folder, model, block_bytes
         self.is_off = False
@@ -72,8 +89,14 @@ class DiskTier:
         self._num_written_bytes = 0
         self._lost_writes: list[bytes] = []
         """Keys of blocks that were not written, since the last `take_report`."""
+        self._unwritten: dict[bytes, tuple[ContentsLater, int]] = {}
+        """Contents of the blocks that wait to be written, and their index in them, by key."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._folder_lock = self._open_folder()
+        self._num_files = 0
+        self._most_bytes, self._others = most_bytes, None
+        if takes is not None:
+            self._others = OtherModels(folder, folder_digest(model), takes, _ENDING)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "quire-kv-read")
         self._writer = threading.Thread(target=self._run, name="quire-kv-write", daemon=True)
         self._writer.start()
@@ -83,8 +106,10 @@ class DiskTier:
         try:
             self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
+            if self.folder.is_symlink():
+                raise OSError(errno.ELOOP, "it is a symbolic link")
             self.folder.chmod(0o700)
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"kv_offloading_dir: {self.folder} cannot be used: {error.strerror}; give a directory that"
@@ -105,16 +130,31 @@ class DiskTier:
                 time.sleep(0.1)
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all complete files, the least recently used first. Other files are deleted."""
+        """Return the keys of all complete files, the least recently used first. Unfinished files, and others
+        with the ending of a block's file, are deleted."""
         times: dict[bytes, float] = {}
-        for path in self.folder.glob("*/*"):
+        for entry in block_files(self.folder):
+            path = Path(entry.path)
+            if path.suffix not in (_ENDING, _UNFINISHED):
+                continue
             with contextlib.suppress(OSError):
-                key, status = _key_of(path), path.stat()
-                if key is None or status.st_size != HEADER_BYTES + self.block_bytes:
+                key, status = _key_of(path), entry.stat(follow_symlinks=False)
+                if key is None or not stat.S_ISREG(status.st_mode) or status.st_size != self._file_bytes:
                     path.unlink()
                 else:
                     times[key] = status.st_mtime
+        self._num_files = len(times)
+        self._jobs.put(self._make_room)
         return sorted(times, key=times.__getitem__)
+
+    @property
+    def _file_bytes(self) -> int:
+        return HEADER_BYTES + self.block_bytes
+
+    def _make_room(self, count: int = 0) -> None:
+        """Delete files of other models, so that `count` more files fit into the directory."""
+        if self._others is not None:
+            self._others.shrink(self._most_bytes - (self._num_files + count) * self._file_bytes)
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -135,6 +175,7 @@ class DiskTier:
         num_bytes = len(keys) * self.block_bytes
         with self._lock:
             self._num_waiting_bytes += num_bytes
+            self._unwritten |= {key: (contents, at) for at, key in enumerate(keys)}
         self._jobs.put(lambda: self._write_all(keys, contents, num_bytes))
 
     def _write_all(self, keys: Sequence[bytes], contents: ContentsLater, num_bytes: int) -> None:
@@ -142,6 +183,7 @@ class DiskTier:
         try:
             data = contents.wait()
             began = time.monotonic()
+            self._make_room(len(keys))
             for key, block in zip(keys, data, strict=True):
                 if self.is_off:
                     break
@@ -161,13 +203,17 @@ class DiskTier:
             with self._lock:
                 self._num_waiting_bytes -= num_bytes
                 self._lost_writes += keys[num_written:]
+                for key in keys:
+                    if key in self._unwritten and self._unwritten[key][0] is contents:
+                        del self._unwritten[key]
 
     def _write(self, key: bytes, block: Bytes) -> None:
         path = self._path(key)
         unfinished = path.with_suffix(_UNFINISHED)
+        self._num_files += not path.exists()
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with open(descriptor, "wb", buffering=0) as file:
                 _write_fully(file.fileno(), _MAGIC + self.model + _digest(key, block))
                 _write_fully(file.fileno(), block.data)
@@ -184,6 +230,7 @@ class DiskTier:
             for key in keys:
                 with contextlib.suppress(OSError):
                     self._path(key).unlink()
+                    self._num_files -= 1
 
         self._jobs.put(remove)
 
@@ -194,9 +241,7 @@ class DiskTier:
     # ---- reading
 
     def read(self, keys: Sequence[bytes]) -> list[Bytes | None]:
-        """Return the contents of blocks; None for those that are missing or damaged. Queued blocks are
-        written first."""
-        self.flush()
+        """Return the contents of blocks; None for those that are missing or damaged."""
         began = time.monotonic()
         blocks = list(self._readers.map(self._read, keys))
         with self._lock:
@@ -222,13 +267,18 @@ class DiskTier:
         done.wait(_CLOSE_S)
 
     def _read(self, key: bytes) -> Bytes | None:
+        with self._lock:
+            unwritten = self._unwritten.get(key)
+        if unwritten is not None:
+            contents, at = unwritten
+            block: Bytes = contents.wait()[at].copy()
+            return block
         path = self._path(key)
         try:
             data = np.fromfile(path, np.uint8)
         except OSError:
             return None
-        head = data[:HEADER_BYTES].tobytes()
-        block = data[HEADER_BYTES:]
+        head, block = data[:HEADER_BYTES].tobytes(), data[HEADER_BYTES:]
         expected = _MAGIC + self.model + _digest(key, block)
         if len(block) != self.block_bytes or head != expected:
             return None
@@ -263,16 +313,38 @@ def _write_fully(descriptor: int, data: bytes | memoryview) -> None:
 # ---- the folder of a model
 
 
-def open_disk_tier(config: EngineConfig, rank: Rank, block_bytes: int, ending: str = "") -> DiskTier | None:
-    """Open the folder of this model and rank in kv_offloading_dir, with a name that ends with `ending`; None
-    if the setting is missing."""
+def open_disk_tiers(
+    config: EngineConfig, rank: Rank, sizes: Sequence[int], counts: Sequence[int]
+) -> list[DiskTier | None]:
+    """Open the folders of this model and rank in kv_offloading_dir: for KV blocks, and for checkpoints of SSM
+    states if there are any. `sizes` are the bytes of an entry of each kind, `counts` the most entries. The
+    list has None for each if the setting is missing."""
     if config.cache.kv_offloading_dir is None:
-        return None
-    model = model_digest(config)
+        return [None for _ in sizes]
+    model, index = model_digest(config), rank.index(config.parallel)
+    parallel = config.parallel
+    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size
     name = re.sub(r"[^\w.-]+", "_", config.model.model)[-100:].strip("_.") or "model"
-    folder = f"{name}_{model.hex()[:12]}_r{rank.index(config.parallel)}{ending}"
-    root = Path(config.cache.kv_offloading_dir).expanduser()
-    return DiskTier(root / folder, model=model, block_bytes=block_bytes)
+    folder = Path(config.cache.kv_offloading_dir).expanduser() / f"{name}_{folder_digest(model)}"
+    endings = [ending for ending, count in zip(_KINDS, counts, strict=False) if count]
+
+    def owner_of(suffix: str) -> str:
+        """Return the suffix of the tier for whose files those of another model with this suffix make way."""
+        at, ending = _SUFFIX.fullmatch(suffix).groups()  # type: ignore[union-attr]
+        return f"_r{at if int(at) < num_ranks else 0}{ending if ending in endings else endings[0]}"
+
+    tiers = list[DiskTier | None]()
+    for ending, size, count in zip(_KINDS, sizes, counts, strict=False):
+        suffix, most_bytes = f"_r{index}{ending}", count * (HEADER_BYTES + size)
+        path = folder.with_name(folder.name + suffix)
+        takes = partial(lambda own, other: owner_of(other) == own, suffix)
+        tiers.append(DiskTier(path, model=model, block_bytes=size, most_bytes=most_bytes, takes=takes))
+    return tiers
+
+
+def folder_digest(model: bytes) -> str:
+    """Return the part of a model's digest that is in the names of its folders."""
+    return model.hex()[:12]
 
 
 def model_digest(config: EngineConfig) -> bytes:
@@ -282,6 +354,7 @@ def model_digest(config: EngineConfig) -> bytes:
     draft = config.draft
     parts: list[object] = [
         *cache_identity(config).values(),
+        config.model.batch_invariant,  # in this mode, contents do not depend on other requests
         _files(config.checkpoint.path),
         None if draft is None else _files(draft.checkpoint.path),
     ]

@@ -28,7 +28,7 @@ from quire.memory import CacheSize, embeds_bytes, human, processor_bytes, size_c
 from quire.parallel.world import World
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import device_failures
-from quire.worker.disk_tier import open_disk_tier
+from quire.worker.disk_tier import open_disk_tiers
 from quire.worker.eplb import Balancer
 from quire.worker.kv_tiers import KindTiers, WorkerTiers
 from quire.worker.loaded_model import LoadedModel
@@ -285,15 +285,13 @@ class Worker:
         sizes = [entries.entry_bytes for entries in self.loaded.cache_entries(self._checkpoints)]
         return sizes[0], sum(sizes[1:])
 
-    def open_tiers(self, num_slots: list[int]) -> list[bytes]:
+    def open_tiers(self, num_slots: list[int], num_files: list[int]) -> list[bytes]:
         """Open the host tier with these numbers of slots for blocks and for checkpoints of SSM states, and
-        the disk tier if a directory is configured. Return the keys on disk, of each kind the least recently
-        used first."""
-        copies, names = self.loaded.block_copies(self._checkpoints), ("", "_states")
-        disks = [
-            open_disk_tier(self.config, self.world.rank, kind.entries.entry_bytes, name)
-            for kind, name in zip(copies, names, strict=False)
-        ]
+        the disk tier, with these numbers of files, if a directory is configured. Return the keys on disk, of
+        each kind the least recently used first."""
+        copies = self.loaded.block_copies(self._checkpoints)
+        sizes = [kind.entries.entry_bytes for kind in copies]
+        disks = open_disk_tiers(self.config, self.world.rank, sizes, num_files)
         parts = zip(copies, num_slots, disks, strict=False)
         remote = open_remote_engines(self.config)
         self._tiers = WorkerTiers([KindTiers(*part) for part in parts], remote)

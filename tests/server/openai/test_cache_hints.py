@@ -59,6 +59,20 @@ def test_field_takes_precedence_over_the_header() -> None:
     assert hints_of(CHAT, {"X-Session-ID": "header"}, session_id="body") == CacheHints(600, "body")
 
 
+def test_cache_control_of_chat_parts() -> None:
+    def messages(*controls: Any) -> list[dict[str, Any]]:
+        parts = [{"type": "text", "text": "a", "cache_control": control} for control in controls]
+        return [{"role": "user", "content": parts}]
+
+    assert hints_of(CHAT, messages=messages(None)) is None
+    assert hints_of(CHAT, messages=messages({"type": "ephemeral"})) == CacheHints(300)
+    both = messages({"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"})
+    assert hints_of(CHAT, messages=both, session_id="a") == CacheHints(3600, "a")
+    for control in ("ephemeral", {"type": "ephemeral", "ttl": "2h"}, {"ttl": "1h"}):
+        error = refused(ask("POST", CHAT, json={"messages": messages(control)}))
+        assert error["param"] == "messages[0].content[0].cache_control"
+
+
 _TEXT = {"type": "text", "text": "a"}
 _SHORT, _LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 _TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -78,6 +92,17 @@ _RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [_TEXT | {"cach
 )
 def test_cache_control_of_anthropic(fields: dict[str, Any], seconds: int) -> None:
     assert hints_of("/v1/messages", **fields) == CacheHints(seconds)
+
+
+@pytest.mark.parametrize("field", ["session_id", "vllm_xargs"])
+def test_session_of_anthropic(field: str) -> None:
+    def fields(session: Any) -> dict[str, Any]:
+        return {field: session if field == "session_id" else {"session_id": session}}
+
+    assert hints_of("/v1/messages", **fields("a")) == CacheHints(600, "a")
+    for session in (5, "", "a" * 257):
+        answer = ask("POST", "/v1/messages", json=BODIES["/v1/messages"] | fields(session))
+        assert answer.status_code == 400 and answer.json()["type"] == "error"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,18 @@ from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 
 from quire.data.params import INT64_MAX, INT64_MIN
 from quire.server.openai.replies import reply_model
-from quire.server.openai.requests import Body, CacheControl, EngineBody, Many, Some, TokenId, doc
+from quire.server.openai.requests import (
+    EXTRA_ARGS,
+    SESSION_ID,
+    Body,
+    CacheControl,
+    EngineBody,
+    ExtraArgs,
+    Many,
+    Some,
+    TokenId,
+    doc,
+)
 
 # ---- requests
 
@@ -192,6 +203,8 @@ class MessagesBody(CountBody):
     ignore_eos: bool | None = False
     stop_token_ids: Many[TokenId] | None = None
     structured_outputs: dict[str, JsonValue] | None = None
+    session_id: str | None = doc(SESSION_ID)
+    vllm_xargs: ExtraArgs | None = doc(EXTRA_ARGS)
 
 
 # ---- replies

@@ -56,7 +56,7 @@ class CacheMissReply(BaseModel):
     reason: str = Field(json_schema_extra={"enum": [*MISS_REASONS]})
     from_token: int = doc("Prompt token from which on the reason holds.", 0)
     evicted_s: float | None = doc("Seconds since the eviction.")
-    tier: str | None = doc("Tier that the blocks were evicted from: device.")
+    tier: str | None = doc("Last tier that had the blocks: device, host or disk.")
     why: str | None = doc("Why prefix caching is off.")
     text: str | None = doc("Text of the prompt around from_token, if an earlier prompt differs there.")
 

@@ -108,6 +108,15 @@ class EngineBody(CallBody):
     )
 
 
+ExtraArgs = dict[str, str | int | float | Many[str | int | float]]
+EXTRA_ARGS = "Arguments of custom logits processors, as `extra_args` of their sampling parameters."
+SESSION_ID = (
+    f"Name of the conversation, at most {MAX_NAME_CHARS} printable characters. Its cached blocks are evicted"
+    " later, and all of its requests go to the same engine. Or the header X-Session-ID."
+)
+"""Descriptions of the fields `vllm_xargs` and `session_id`."""
+
+
 class GenerateBody(EngineBody):
     """Fields that chat completions, completions and responses share, such as sampling parameters."""
 
@@ -150,10 +159,7 @@ class GenerateBody(EngineBody):
         "For the routes that end in /render: the start and end of each token in the prompt's text.", False
     )
     return_tokens_as_token_ids: bool | None = doc("Show tokens in logprobs as `token_id:ID`.")
-    session_id: str | None = doc(
-        f"Name of the conversation, at most {MAX_NAME_CHARS} printable characters. Its cached blocks are"
-        " evicted later, and all of its requests go to the same engine. Or the header X-Session-ID."
-    )
+    session_id: str | None = doc(SESSION_ID)
     prompt_cache_key: str | None = doc("Has the effect of session_id, which takes precedence.")
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = doc(
         "How long the cached blocks are evicted later: in_memory stands for 10 minutes, the default with a"
@@ -170,9 +176,7 @@ class GenerateBody(EngineBody):
     kv_transfer_params: dict[str, JsonValue] | None = doc(
         "For prefill and decode in different engines (docs/disaggregation.md): the field of vLLM's proxies."
     )
-    vllm_xargs: dict[str, str | int | float | Many[str | int | float]] | None = doc(
-        "Arguments of custom logits processors, as `extra_args` of their sampling parameters."
-    )
+    vllm_xargs: ExtraArgs | None = doc(EXTRA_ARGS)
 
 
 def _as_part(sent: Any) -> Any:
