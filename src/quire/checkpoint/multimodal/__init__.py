@@ -110,7 +110,7 @@ MEDIA_CODE = {
     "dots_ocr": MediaCode("dots:DotsProcessor", "ocr:DotsOCR"),
     "gemma3": MediaCode("gemma:Gemma3Processor", "clip:Gemma3"),
     "gemma3n": MediaCode("gemma3n:Gemma3nProcessor", "gemma3n:Gemma3nTower"),
-    "gemma4": MediaCode("gemma4:Gemma4Processor", "gemma4:Gemma4Tower"),
+    "gemma4": MediaCode("gemma4:Gemma4Processor", "gemma4_audio:Gemma4Tower"),
     "glm4v": MediaCode("qwen:GridProcessor", "glm4v:Glm4v"),
     "idefics3": MediaCode("idefics:Idefics3Processor", "clip:Idefics3"),
     "internvl": MediaCode("intern:InternVLProcessor", "intern:InternVL"),
