@@ -209,6 +209,27 @@ def test_window_that_only_the_mask_defines(tmp_path: Path) -> None:
     check_against(hf_model, generate(llm, prompts_of(23, 9)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "ffn_dim": 96}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+        ("bloom", {"apply_residual_connection_post_layernorm": True, "n_layer": 2, "n_head": 4}),
+        ("gpt_oss", GROUPED | {"swiglu_limit": 0.5, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("mamba", {"hidden_act": "gelu", "state_size": 8}),
+    ],
+)
+def test_settings_that_only_transformers_supports(
+    kind: str, settings: dict[str, Any], tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    """Check models of architectures of Quire, such as OPT-350M, with settings that its code refuses."""
+    path, hf_model = make(kind, tmp_path, **settings)
+    llm = open_tiny(path, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=11)
+    assert llm.config.checkpoint.facts.borrowed is not None
+    assert any("the model runs through transformers instead" in line for line in warnings())
+    check_against(hf_model, generate(llm, prompts_of(23, 9)))
+
+
 def test_attention_sinks_are_applied(tmp_path: Path) -> None:
     settings = GROUPED | {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}
     path, hf_model = make("gpt_oss", tmp_path, **settings)

@@ -23,7 +23,7 @@ _LONGEST = 480000
 """Maximum number of audio samples."""
 _UNIT = 128
 """Number of samples to a multiple of which audio is padded with silence."""
-_SETTINGS = {
+_SETTINGS: dict[str, Any] = {
     "frame_length_ms": 32.0,
     "min_frequency": 125.0,
     "max_frequency": 7600.0,

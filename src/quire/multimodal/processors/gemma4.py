@@ -37,9 +37,9 @@ _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 """Numbers of soft tokens that the model was trained for."""
 _LONGEST = 480000
 """Maximum number of audio samples."""
-_AUDIO_SETTINGS = {"frame_length_ms": 20.0, "max_frequency": 8000.0, "mel_floor": 1e-3}
+_AUDIO_SETTINGS: dict[str, Any] = {"frame_length_ms": 20.0, "max_frequency": 8000.0, "mel_floor": 1e-3}
 """Settings of the feature extractor that a checkpoint may leave out."""
-_VIDEO_SETTINGS = {"max_soft_tokens": 70, "image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
+_VIDEO_SETTINGS: dict[str, Any] = {"max_soft_tokens": 70, "image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
 """Settings of the video processor that a checkpoint may leave out."""
 _AUDIO_ARGUMENTS = ("truncation",)
 
@@ -57,7 +57,7 @@ class Gemma4Processor(ImageProcessor):
         super().__init__(path, replace(facts, tower=towers.vision), tokenizer, do_normalize=False)
         self.sound, self.video_id = towers.sound, towers.video_id
         videos = video_settings(path, ConfigReader(self.settings.source, {}))
-        self.video_settings = videos.but(**_VIDEO_SETTINGS | videos.values)
+        self.video_settings = videos.defaults(**_VIDEO_SETTINGS)
         if self.sound is not None:
             mels = self.sound.mels
             self.audio_settings = stored_settings(
