@@ -6,6 +6,7 @@ from typing import NamedTuple
 import quire.checkpoint.multimodal.anyres as anyres
 import quire.checkpoint.multimodal.aya as aya
 import quire.checkpoint.multimodal.clip as clip
+import quire.checkpoint.multimodal.deepseek_ocr as deepseek_ocr
 import quire.checkpoint.multimodal.dots as dots
 import quire.checkpoint.multimodal.gemma as gemma
 import quire.checkpoint.multimodal.gemma3n as gemma3n
@@ -58,6 +59,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "Qwen3_5MoeForConditionalGeneration": qwen.qwen3_vl(
         "Qwen3_5MoeForCausalLM", sections=(11, 11, 10), deep=False
     ),
+    "DeepseekOCRForCausalLM": deepseek_ocr.deepseek_ocr,
     "DotsOCRForCausalLM": dots.dots_ocr,
     "Gemma3ForConditionalGeneration": gemma.gemma3,
     "Gemma3nForConditionalGeneration": gemma3n.gemma3n,
@@ -107,6 +109,7 @@ MEDIA_CODE = {
     "aya_vision": MediaCode("aya:AyaProcessor", "clip:Aya"),
     "clip": MediaCode("clip:DualProcessor", "clip:ClipEmbedding"),
     "cohere2_vision": MediaCode("aya:Cohere2VisionProcessor", "clip:Aya"),
+    "deepseek_ocr": MediaCode("deepseek_ocr:DeepseekOCRProcessor", "deepseek_ocr:DeepseekOCR"),
     "dots_ocr": MediaCode("dots:DotsProcessor", "ocr:DotsOCR"),
     "gemma3": MediaCode("gemma:Gemma3Processor", "clip:Gemma3"),
     "gemma3n": MediaCode("gemma3n:Gemma3nProcessor", "gemma3n:Gemma3nTower"),
