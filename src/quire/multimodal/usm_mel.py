@@ -40,7 +40,7 @@ class USMSpectrogram:
         window = (0.5 * (1 - np.cos(angles))).astype(np.float32)
         size = 2 ** math.ceil(math.log2(frame)) * (2 if keys.flag("fft_overdrive") else 1)
         edges = float(keys.get("min_frequency") or 0), keys.number("max_frequency")
-        filters = _filters(self.mels, size, self.rate, edges)
+        filters = htk_filters(self.mels, size, self.rate, edges)
         magnitudes = np.abs(np.fft.rfft(emphasized * window, n=size)) @ filters
         floor = keys.number("mel_floor")
         out = np.log(magnitudes + floor if self.adds_floor else np.maximum(magnitudes, floor))
@@ -51,7 +51,7 @@ class USMSpectrogram:
 
 
 @lru_cache
-def _filters(count: int, fft: int, rate: int, edges: tuple[float, float]) -> NDArray[np.float64]:
+def htk_filters(count: int, fft: int, rate: int, edges: tuple[float, float]) -> NDArray[np.float64]:
     """Return the mel filter bank, [frequencies, count]: triangles of equal height, evenly spaced in mels."""
     low, high = (2595.0 * math.log10(1 + edge / 700.0) for edge in edges)
     corners = 700.0 * (10 ** (np.linspace(low, high, count + 2) / 2595.0) - 1)

@@ -11,6 +11,7 @@ import quire.checkpoint.multimodal.dots as dots
 import quire.checkpoint.multimodal.gemma as gemma
 import quire.checkpoint.multimodal.gemma3n as gemma3n
 import quire.checkpoint.multimodal.gemma4 as gemma4
+import quire.checkpoint.multimodal.granite_speech as granite_speech
 import quire.checkpoint.multimodal.idefics as idefics
 import quire.checkpoint.multimodal.intern as intern
 import quire.checkpoint.multimodal.kimi as kimi
@@ -65,6 +66,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "Gemma3nForConditionalGeneration": gemma3n.gemma3n,
     "Gemma4ForConditionalGeneration": gemma4.gemma4,
     "Gemma4UnifiedForConditionalGeneration": gemma4.gemma4_unified,
+    "GraniteSpeechForConditionalGeneration": granite_speech.granite_speech,
     "Idefics3ForConditionalGeneration": idefics.idefics3,
     "InternVLChatModel": intern.internvl_chat,
     "InternVLForConditionalGeneration": intern.internvl,
@@ -115,6 +117,7 @@ MEDIA_CODE = {
     "gemma3n": MediaCode("gemma3n:Gemma3nProcessor", "gemma3n:Gemma3nTower"),
     "gemma4": MediaCode("gemma4:Gemma4Processor", "gemma4_audio:Gemma4Tower"),
     "glm4v": MediaCode("qwen:GridProcessor", "glm4v:Glm4v"),
+    "granite_speech": MediaCode("granite_speech:GraniteSpeechProcessor", "granite_speech:GraniteSpeech"),
     "idefics3": MediaCode("idefics:Idefics3Processor", "clip:Idefics3"),
     "internvl": MediaCode("intern:InternVLProcessor", "intern:InternVL"),
     "kimi_vl": MediaCode("kimi:KimiVLProcessor", "kimi:KimiVL"),
