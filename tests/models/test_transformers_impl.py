@@ -81,6 +81,7 @@ UNPAGED: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "hrm_text": GROUPED | {"num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 1},
     "mamba": {"state_size": 8},
+    "bamba": GROUPED | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 8},
 }
 """Models that run with transformers' own cache. Weights of HRM are no views of those in its checkpoint."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -156,11 +157,12 @@ def test_every_logit_matches_transformers(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", UNPAGED)
-def test_models_with_transformers_cache(kind: str, tmp_path: Path) -> None:
+def test_models_with_transformers_cache(kind: str, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     """Check prompts in chunks, beside others, and requests that are preempted and computed again."""
     path, hf_model = make(kind, tmp_path, **UNPAGED[kind])
     llm = open_tiny(path, model_impl="transformers", max_num_seqs=3, max_num_batched_tokens=11)
     assert llm.llm_engine.config.checkpoint.facts.architecture == OWN_CACHE
+    assert not [line for line in warnings() if "each step computes all tokens" in line]
     check_against(hf_model, generate_preempted(llm, prompts_of(17, 9, 5, 12), count=5, at=(2, 5)))
     assert llm.llm_engine.core.scheduler.num_preemptions >= 2
 
@@ -190,6 +192,7 @@ def test_models_without_a_usable_cache(
     llm = open_tiny(path, model_impl=IMPL_OWN_CACHE, max_num_batched_tokens=11, max_num_seqs=3)
     assert [output for output in warnings() if reason in output]
     check_against(hf_model, generate(llm, prompts_of(17, 2, 9)))
+    check_against(hf_model, generate(llm, prompts_of(23)))
 
 
 def test_windows_that_config_json_does_not_name_are_applied(tmp_path: Path) -> None:
