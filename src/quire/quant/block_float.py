@@ -162,8 +162,8 @@ class BlockFloatMatrices:
             return
         factors = part[_FP8_SCALE].tensor if _FP8_SCALE in part else None
         for i in range(len(target)) if self.codes.ndim == 3 else (...,):
-            stored = self.codes[i], self.scales[i], self.tensor_scale[i]
-            self._write_values(target[i], None if factors is None else factors[i], *stored)
+            factor = None if factors is None else factors[i]
+            self._write_values(target[i], factor, self.codes[i], self.scales[i], self.tensor_scale[i])
 
     def _write_values(
         self, into: Tensor, factors: Tensor | None, codes: Tensor, scales: Tensor, tensor_scale: Tensor

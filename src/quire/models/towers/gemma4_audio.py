@@ -22,7 +22,7 @@ from quire.models.towers.gemma4 import ClippedLinear, Gemma4VisionTower, unit_no
 from quire.models.towers.omni import sinusoids
 
 
-class SubsampleConv(nn.Module):
+class LayerNormedConv(nn.Module):
     """Convolution with stride 2 over frames and mel bins, and a layer norm over channels."""
 
     def __init__(self, size_in: int, size_out: int, eps: float, scope: Scope) -> None:
@@ -102,7 +102,7 @@ class Gemma4AudioTower(nn.Module):
         self.facts, tower = facts, scope / "audio_tower"
         first, sizes = tower / "subsample_conv_projection", (1, *facts.channels)
         self.halvings = nn.ModuleList(
-            SubsampleConv(sizes[i], sizes[i + 1], facts.norm_eps, first / f"layer{i}") for i in range(2)
+            LayerNormedConv(sizes[i], sizes[i + 1], facts.norm_eps, first / f"layer{i}") for i in range(2)
         )
         flat = facts.channels[1] * (facts.mels // 4)
         self.flat = WholeLinear(flat, facts.hidden, first / "input_proj_linear")

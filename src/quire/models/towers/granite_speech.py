@@ -18,7 +18,7 @@ _EPS = 1e-5
 """Epsilon of the norms of the conformer."""
 
 
-class FeedForward(nn.Module):
+class HalfStep(nn.Module):
     """Feed-forward block with half a residual step."""
 
     def __init__(self, facts: GraniteSpeechFacts, scope: Scope) -> None:
@@ -89,10 +89,10 @@ class ConformerLayer(nn.Module):
     def __init__(self, facts: GraniteSpeechFacts, scope: Scope) -> None:
         super().__init__()
         self.parts = nn.Sequential(
-            FeedForward(facts, scope / "ff1"),
+            HalfStep(facts, scope / "ff1"),
             BlockAttention(facts, scope / "attn"),
             ConvolutionBlock(facts, scope / "conv"),
-            FeedForward(facts, scope / "ff2"),
+            HalfStep(facts, scope / "ff2"),
         )
         self.norm = LayerNorm(facts.hidden, _EPS, scope / "post_norm")
 
