@@ -13,6 +13,14 @@ class ConfigError(QuireError, ValueError):
     """Raised if a flag, a model file or a combination of settings is invalid, before the engine starts."""
 
 
+class UnsupportedSetting(ConfigError):
+    """Raised if Quire's own code of an architecture does not support the value of `key` in config.json."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class RequestError(QuireError, ValueError):
     """Raised if one request is invalid; the engine is not affected. `param` names the invalid field."""
 

@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+INVERSE, CLA = {"scale_attn_by_inverse_layer_idx": True}, {"use_cla": True}
 EXPERTS: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "n_routed_experts": 4,
@@ -142,7 +144,24 @@ def test_unsupported_variants_of_a_family_are_refused(
 ) -> None:
     """Otherwise the model would give wrong answers."""
     with pytest.raises(ConfigError, match=message):
-        read(tmp_path, changes)
+        read(tmp_path, changes, model_impl="quire")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model_type": "opt", "architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, None),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | INVERSE, None),
+        ({"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]} | INVERSE, "inverse"),
+        ({"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]} | CLA, "use_cla"),
+    ],
+)
+def test_settings_that_only_transformers_supports(
+    tmp_path: Path, changes: dict[str, Any], error: str | None
+) -> None:
+    """A setting that the code of transformers does not read either is refused, and so are other heads."""
+    with nullcontext() if error is None else pytest.raises(ConfigError, match=error):
+        assert read(tmp_path, changes).facts.borrowed is not None
 
 
 def test_biases_by_family(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def check(path: Path, twin: Any, limit: float = ROUNDING, **settings: Any) -> No
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("name", STORED)
 def test_stored_formats(name: str, family: str, tmp_path: Path) -> None:
-    check(*requantize(family, tmp_path, *STORED[name], **SIZES[family]))
+    """NVFP4 is rounded once more, to FP8, where the GPU has kernels for it."""
+    limit = 2 * ROUNDING if name == "nvfp4" else ROUNDING
+    check(*requantize(family, tmp_path, *STORED[name], **SIZES[family]), limit)
 
 
 @pytest.mark.parametrize("family", SIZES)

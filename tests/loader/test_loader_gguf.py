@@ -236,3 +236,39 @@ def test_missing_tensor_is_named_as_a_weight_of_the_model(
 )
 def test_tensor_names(stored: str, name: str, architecture: str) -> None:
     assert hf_name(stored, architecture) == name
+
+
+def quantize_nvfp4(blocks: Any) -> Any:
+    """Return blocks of 64 numbers in the bytes of NVFP4, which the package cannot write."""
+    from gguf.quants import NVFP4
+
+    parts = blocks.reshape(-1, 4, 16)
+    scales = NVFP4.fp32_to_ue4m3(np.abs(parts).max(-1) / 6)
+    ratios = parts / np.maximum(NVFP4.ue4m3_to_fp32(scales), 1e-9)[..., None]
+    codes = np.abs(ratios[..., None] - np.array(NVFP4.kvalues)).argmin(-1).astype(np.uint8)
+    pairs = codes[..., :8] | codes[..., 8:] << 4
+    return np.concatenate([scales, pairs.reshape(-1, 32)], 1)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.5])
+def test_nvfp4_weights(scale: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check packed and dequantized weights. A file with scales in other tensors is refused."""
+
+    class Writer(GGUFWriter):
+        def write_header_to_file(self, *args: Any) -> None:
+            if scale is not None:
+                self.add_tensor("blk.0.attn_q.scale", np.array([scale], np.float32))
+            super().write_header_to_file(*args)
+
+    monkeypatch.setattr("gguf.quants.NVFP4.quantize_blocks", staticmethod(quantize_nvfp4))
+    monkeypatch.setattr("gguf_files.GGUFWriter", Writer)
+    path, hf_model = make_tiny_gguf("llama", tmp_path, "NVFP4", intermediate_size=128)
+    assert any(tensor.type == "NVFP4" for tensor in GGUFFile(path).tensors.values())
+    if scale == 0.5:
+        with pytest.raises(ConfigError, match="attn_q.weight is NVFP4 with a scale in blk.0.attn_q.scale"):
+            load_tiny(path)
+        return
+    ids = random_prompts(12)[0]
+    for packed in (False, True):
+        actual = run_paged(load_tiny(path, packed=packed), [ids], [[12]])[0]
+        torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=2e-3, rtol=1e-3)

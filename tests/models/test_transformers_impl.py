@@ -81,6 +81,7 @@ UNPAGED: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "hrm_text": GROUPED | {"num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 1},
     "mamba": {"state_size": 8},
+    "bamba": GROUPED | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 8},
 }
 """Models that run with transformers' own cache. Weights of HRM are no views of those in its checkpoint."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -156,11 +157,12 @@ def test_every_logit_matches_transformers(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", UNPAGED)
-def test_models_with_transformers_cache(kind: str, tmp_path: Path) -> None:
+def test_models_with_transformers_cache(kind: str, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     """Check prompts in chunks, beside others, and requests that are preempted and computed again."""
     path, hf_model = make(kind, tmp_path, **UNPAGED[kind])
     llm = open_tiny(path, model_impl="transformers", max_num_seqs=3, max_num_batched_tokens=11)
     assert llm.llm_engine.config.checkpoint.facts.architecture == OWN_CACHE
+    assert not [line for line in warnings() if "each step computes all tokens" in line]
     check_against(hf_model, generate_preempted(llm, prompts_of(17, 9, 5, 12), count=5, at=(2, 5)))
     assert llm.llm_engine.core.scheduler.num_preemptions >= 2
 
@@ -190,6 +192,7 @@ def test_models_without_a_usable_cache(
     llm = open_tiny(path, model_impl=IMPL_OWN_CACHE, max_num_batched_tokens=11, max_num_seqs=3)
     assert [output for output in warnings() if reason in output]
     check_against(hf_model, generate(llm, prompts_of(17, 2, 9)))
+    check_against(hf_model, generate(llm, prompts_of(23)))
 
 
 def test_windows_that_config_json_does_not_name_are_applied(tmp_path: Path) -> None:
@@ -206,6 +209,27 @@ def test_window_that_only_the_mask_defines(tmp_path: Path) -> None:
     settings = GROUPED | {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}
     path, hf_model = make("phimoe", tmp_path, **settings)
     llm = open_tiny(path, model_impl="transformers", max_model_len=64)
+    check_against(hf_model, generate(llm, prompts_of(23, 9)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "ffn_dim": 96}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+        ("bloom", {"apply_residual_connection_post_layernorm": True, "n_layer": 2, "n_head": 4}),
+        ("gpt_oss", GROUPED | {"swiglu_limit": 0.5, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("mamba", {"hidden_act": "gelu", "state_size": 8}),
+    ],
+)
+def test_settings_that_only_transformers_supports(
+    kind: str, settings: dict[str, Any], tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    """Check models of architectures of Quire, such as OPT-350M, with settings that its code refuses."""
+    path, hf_model = make(kind, tmp_path, **settings)
+    llm = open_tiny(path, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=11)
+    assert llm.config.checkpoint.facts.borrowed is not None
+    assert any("the model runs through transformers instead" in line for line in warnings())
     check_against(hf_model, generate(llm, prompts_of(23, 9)))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from finished import finished
 from PIL import Image
+from seeing_deepseek import DEEPSEEK
 from seeing_gemma4 import GEMMA4
 from seeing_latest import LATEST
 from seeing_more import MORE
@@ -403,4 +404,5 @@ FAMILIES = {
     **MORE,
     **LATEST,
     **GEMMA4,
+    **DEEPSEEK,
 }

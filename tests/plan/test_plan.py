@@ -392,7 +392,7 @@ def test_table_of_the_guide_can_be_asked(
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("x/Qwen3-32B-FP8", "fp8"), ("x/llama-3-70b-awq", "int4"), ("x/Some-8B-NVFP4", "bf16"), ("x/8B", None)],
+    [("x/Qwen3-32B-FP8", "fp8"), ("x/llama-3-70b-awq", "int4"), ("x/Some-8B-NVFP4", "fp8"), ("x/8B", None)],
 )
 def test_precision_of_a_name_without_a_checkpoint(
     name: str, precision: str | None, capsys: pytest.CaptureFixture[str]

@@ -19,11 +19,12 @@ from quire.checkpoint.reader import ConfigReader, read_json
 from quire.checkpoint.transformers_config import (
     IMPL_OWN_CACHE,
     RUN_BY_TRANSFORMERS,
+    has_setting,
     is_installed,
     read_transformers_model,
     source_of,
 )
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, UnsupportedSetting, nearest
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -115,7 +116,8 @@ def _read_directory(
     if model_impl not in RUN_BY_TRANSFORMERS:
         keys, media = _split_multimodal(keys)
     if family is None:
-        architecture, facts = _read_facts(keys, path, model_impl, trusted)
+        can_borrow = model_impl == "auto" and keys is whole
+        architecture, facts = _read_facts(keys, path, model_impl, trusted, can_borrow=can_borrow)
         facts = replace(facts, media=media)
     else:
         architecture, facts = family.model_type, family.read(keys)
@@ -170,14 +172,23 @@ def _pooling_keys(whole: ConfigReader, decoder: ConfigReader, named: str) -> tup
     return decoder.but(**class_keys), architecture
 
 
-def _read_facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:
+def _read_facts(
+    keys: ConfigReader, path: Path, model_impl: str, trusted: bool, *, can_borrow: bool
+) -> tuple[str, ArchFacts]:
     """Return the architecture name in config.json, and the facts of the model. A model without code in Quire
-    runs through transformers, if possible."""
+    runs through transformers, if possible; with `can_borrow`, also a model with a setting that only the code
+    of transformers supports."""
     named = _architectures(keys)
     known = [name for name in named if _family(name) in FAMILIES]
     if known and model_impl not in RUN_BY_TRANSFORMERS:
         architecture = _family(known[0])
-        return known[0], replace(FAMILIES[architecture].read(keys), architecture=architecture)
+        try:
+            return known[0], replace(FAMILIES[architecture].read(keys), architecture=architecture)
+        except UnsupportedSetting as error:
+            kind = str(keys.get("model_type") or FAMILIES[architecture].model_type)
+            if not can_borrow or not has_setting(known[0], kind, error.key):
+                raise
+            warn_once(logger, f"{error}; the model runs through transformers instead")
     if model_impl in RUN_BY_TRANSFORMERS and not is_installed():
         raise ConfigError(
             f"model_impl={model_impl!r} needs the transformers package: install it, or use 'auto'"

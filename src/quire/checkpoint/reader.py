@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedSetting
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class ConfigReader:
     def require(self, key: str, value: Any) -> None:
         """Raise if the key is set to anything but `value`, the only supported value."""
         if self.get(key) not in (None, value):
-            raise self.wrong(key, f"{value} (nothing else is supported)")
+            raise UnsupportedSetting(str(self.wrong(key, f"{value} (nothing else is supported)")), key)
 
     def wrong(self, key: str, expected: str) -> ConfigError:
         return ConfigError(f"{self.source}: {key} is {self.values.get(key)!r}, expected {expected}")

@@ -53,6 +53,13 @@ def source_of(keys: ConfigReader, name: str, *, trusted: bool) -> str | None:
     return "checkpoint" if keys.get("auto_map") and trusted and is_installed() else None
 
 
+def has_setting(name: str, kind: str, key: str) -> bool:
+    """Return whether transformers has a decoder of this architecture name and model_type whose code reads the
+    key of config.json."""
+    is_decoder = name.endswith(("ForCausalLM", "LMHeadModel")) and f'"{name}"' in _read_model_tables()
+    return is_decoder and re.search(rf"\b{re.escape(key)}\b", _read_model_code(kind)) is not None
+
+
 def is_installed() -> bool:
     return find_spec("transformers") is not None
 

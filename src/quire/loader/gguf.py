@@ -29,6 +29,7 @@ class GGUFSource(Source):
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._file = GGUFFile(checkpoint.path)
+        _check_scales(self._file)
         self._views = views_of(self._file, checkpoint.facts)
         self._num_read = 0
 
@@ -120,6 +121,18 @@ class GGUFSource(Source):
                 ) from error
             piece, values = into[start : start + step], values[..., columns]
             piece.copy_(torch.from_numpy(np.require(values, requirements=["C", "W"])).view(piece.shape))
+
+
+def _check_scales(file: GGUFFile) -> None:
+    """Raise a ConfigError for NVFP4 tensors with a scale in another tensor, which no kernel applies."""
+    for name, tensor in file.tensors.items():
+        scale = f"{name.removesuffix('.weight')}.scale"
+        is_scaled = tensor.type == "NVFP4" and scale in file.tensors
+        if is_scaled and (file.raw(scale).view(np.float32) != 1).any():
+            raise ConfigError(
+                f"{file.path}: {name} is NVFP4 with a scale in {scale}, which is not supported in GGUF "
+                "files; use the NVFP4 checkpoint in safetensors, or a file in another quantization"
+            )
 
 
 def _dequantized(packed: NDArray[np.uint8], stored_type: str) -> NDArray[np.float32]:

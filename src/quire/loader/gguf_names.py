@@ -255,7 +255,7 @@ def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | 
         rows, dim = np.arange(num_rows), facts.head_dim
         parts = np.split(rows, (facts.heads * dim, (facts.heads + facts.kv_heads) * dim))
         return np.concatenate([part.reshape(facts.kv_heads, -1) for part in parts], 1).reshape(-1)
-    if facts.architecture not in _INTERLEAVED or not re.search(r"self_attn\.[qk]_proj\.", name):
+    if facts.architecture not in _INTERLEAVED or not re.search(r"self_attn\.[qk]_proj\.(weight|bias)", name):
         return None
     heads = facts.heads if ".q_proj." in name else facts.kv_heads
     return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -53,10 +53,13 @@ class OwnCacheModel(TransformersModel):
         self.cache_name = ""
         """Name of the model's cache argument. Empty if the model has none: `caches` then holds the token ids
         or embeddings of the sequence so far."""
+        self.takes_positions = False
+        """Whether the model takes `position_ids`. Some models count wrong from a cache of SSM states."""
 
     def place_cache(self) -> None:
         names = inspect.signature(self.body.forward).parameters
         self.cache_name = next((name for name in _CACHES if name in names), "")
+        self.takes_positions = "position_ids" in names
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.scope.device)
         with config_errors(self.name):
             output = self.body(input_ids=token, use_cache=True, return_dict=True) if self.cache_name else {}
@@ -109,6 +112,10 @@ class OwnCacheModel(TransformersModel):
         hidden = []
         for part in parts:
             known = {} if cache is None else {self.cache_name: cache}
+            if self.takes_positions:
+                end = position + part.shape[1]
+                known["position_ids"] = torch.arange(position, end, device=part.device)[None]
+                position = end
             output = self.body(**{name: part}, use_cache=True, return_dict=True, **known)
             hidden.append(output[0][0])
             cache = output[self.cache_name]
@@ -123,7 +130,8 @@ class OwnCacheModel(TransformersModel):
             embed = body.get_input_embeddings()
             earlier = earlier if earlier.ndim == 3 else embed(earlier)
             tokens = tokens if tokens.ndim == 3 else embed(tokens)
-        inputs = self.caches[row] = tokens if earlier is None else torch.cat([earlier, tokens], 1)
+        # The next step writes its tokens to the same memory.
+        inputs = self.caches[row] = tokens.clone() if earlier is None else torch.cat([earlier, tokens], 1)
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         hidden: Tensor = body(**{name: inputs}, return_dict=True)[0][0]
         return hidden[-tokens.shape[1] :]

@@ -52,8 +52,7 @@ KNOWN = {
 _NAMED_SIZE = re.compile(r"(?<![\d.x])(\d+(?:\.\d+)?b)(?:-a(\d+(?:\.\d+)?b))?(?![a-z])", re.IGNORECASE)
 """A size in a name: `70b`, or `235b-a22b` for a mixture of experts; not `8x7b`."""
 _NAMED_PRECISIONS = {
-    "bf16": re.compile(r"nvfp4|mxfp8", re.IGNORECASE),  # these are bf16 once they are loaded
-    "fp8": re.compile(r"fp8", re.IGNORECASE),
+    "fp8": re.compile(r"fp8|nvfp4", re.IGNORECASE),  # NVFP4 weights are FP8 once they are loaded
     "int8": re.compile(r"int8|w8a8|w8a16|8bit|q8_0", re.IGNORECASE),
     "int4": re.compile(r"awq|gptq|int4|w4a16|w4a8|4bit|mxfp4|autoround|hqq|q4_", re.IGNORECASE),
 }

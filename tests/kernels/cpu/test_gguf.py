@@ -17,7 +17,7 @@ KINDS = sorted(TYPES)
 LAYOUTS = [False, True] if interleaves() else [False]
 ONE_OF_EACH_FORM = (
     *("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q4_K", "Q2_K", "Q6_K", "MXFP4"),
-    *("IQ2_XXS", "IQ3_XXS", "IQ4_XS"),
+    *("IQ2_XXS", "IQ3_XXS", "IQ4_XS", "NVFP4"),
 )
 MANY, COLUMNS = 1101, 1024
 """Rows of a weight of which a task takes several groups."""
@@ -131,6 +131,8 @@ def test_largest_codes_do_not_overflow(kind: str, interleaved: bool) -> None:
             file[:, :, at : at + 2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
         if kind == "MXFP4":
             file[:, :, 0] = 128
+        if kind == "NVFP4":
+            file[:, :, :4] = 0x38
         flat = file.flatten(1)
         product = LinearProduct([pack(flat, kind, interleaved=interleaved)])
         for value in (1.0, -1.0, 3e-20):

@@ -12,6 +12,7 @@ HALVES: dict[str, tuple[int, ...]] = {
     "Q3_K": (108,),
     "Q6_K": (208,),
     "MXFP4": (),
+    "NVFP4": (),
 }
 """Offsets of the float16 numbers of a block, if not only at its start."""
 
@@ -28,4 +29,6 @@ def stored(kind: str, rows: int, columns: int, seed: int) -> Tensor:
         content[:, :, at : at + 2] = scales.view(np.uint8)
     if kind == "MXFP4":  # a scale is the exponent of a power of two
         content[:, :, 0] = rng.integers(119, 127, (rows, blocks))
+    if kind == "NVFP4":  # e4m3 scales without a sign
+        content[:, :, :4] = rng.integers(0, 64, (rows, blocks, 4))
     return torch.from_numpy(content.reshape(rows, -1))

@@ -46,6 +46,7 @@ _MINIMAX_KEYS = {
 def olmo_hybrid(keys: ConfigReader) -> ArchFacts:
     """Read OLMo Hybrid: the gated delta rule, and attention, mostly without rotary embedding, in every fourth
     layer."""
+    keys.require("hidden_act", "silu")
     heads, head_dim = keys.size("num_attention_heads"), head_dim_of(keys)
     default = full_every(keys, 4, other=_LINEAR)
     if FULL not in default:
@@ -74,6 +75,7 @@ def olmo_hybrid(keys: ConfigReader) -> ArchFacts:
 
 def kimi_linear(keys: ConfigReader) -> ArchFacts:
     """Read Kimi Linear: KDA, latent attention without rotation in every fourth layer, DeepSeek's experts."""
+    keys.require("hidden_act", "silu")
     keys = keys.defaults(rms_norm_eps=1e-5, routed_scaling_factor=2.446).renamed(_KIMI_KEYS)
     keys = keys.defaults(num_experts_per_tok=8, n_shared_experts=1)
     keys.require("mla_use_nope", True)
@@ -109,6 +111,7 @@ def kimi_linear(keys: ConfigReader) -> ArchFacts:
 def ling3(keys: ConfigReader) -> ArchFacts:
     """Read Ling 3 (BailingHybrid): KDA with a bounded decay, latent attention with gated heads in every sixth
     layer, DeepSeek's experts."""
+    keys.require("hidden_act", "silu")
     sizes = {"num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
     keys = keys.renamed(_KIMI_KEYS).defaults(routed_scaling_factor=2.5, rope_theta=6e6, **sizes)
     default = full_every(keys, keys.size("layer_group_size", 6), other=_LINEAR)

@@ -273,6 +273,7 @@ def mimo_v2(keys: ConfigReader) -> ArchFacts:
 
 
 def gpt_oss(keys: ConfigReader) -> ArchFacts:
+    keys.require("swiglu_limit", 7.0)
     rope = read_rope(keys, keys.size("head_dim", 64))
     windows = windows_by_kind(keys, sliding_window(keys, 128), full_every(keys, 2))
     return decoder(

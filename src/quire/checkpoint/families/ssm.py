@@ -99,6 +99,7 @@ def _read_mamba(keys: ConfigReader, inner: int, names: tuple[str, ...] = _MAMBA_
 def jamba(keys: ConfigReader) -> ArchFacts:
     """Read Jamba: Mamba with norms, attention without rotary embedding in every n-th layer, and experts in
     some layers."""
+    keys.require("hidden_act", "silu")
     every, first = keys.size("attn_layer_period", 8), keys.count("attn_layer_offset", 4)
     sparse_every, sparse_first = keys.size("expert_layer_period", 2), keys.count("expert_layer_offset", 1)
     numbers, moe = range(keys.size("num_hidden_layers")), None
@@ -117,6 +118,7 @@ def jamba(keys: ConfigReader) -> ArchFacts:
 
 def falcon_h1(keys: ConfigReader) -> ArchFacts:
     """Read Falcon-H1: attention and Mamba-2 in parallel in each layer, with scaling factors."""
+    keys.require("hidden_act", "silu")
     facts = llama(keys.defaults(rms_norm_eps=1e-5))
     inner = keys.size("mamba_d_ssm", keys.size("mamba_expand", 2) * facts.hidden)
     state, into = _read_mamba2(keys, inner), keys.number("ssm_in_multiplier", 1.0)
@@ -205,6 +207,7 @@ def zamba2(keys: ConfigReader) -> ArchFacts:
 
 def granite_hybrid(keys: ConfigReader) -> ArchFacts:
     """Read Granite 4: Mamba-2, and attention that mostly has no rotary embedding."""
+    keys.require("hidden_act", "silu")
     kinds = has_state(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
     facts, moe = granite(keys), None
     if keys.get("num_local_experts"):
@@ -222,6 +225,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
 
 def bamba(keys: ConfigReader) -> ArchFacts:
     """Read Bamba: Mamba-2, and attention that rotates half of each head in `attn_layer_indices`."""
+    keys.require("hidden_act", "silu")
     attention_layers, count = keys.integers("attn_layer_indices"), keys.size("num_hidden_layers")
     keys = keys.defaults(rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)
@@ -347,6 +351,7 @@ def qwen3_5(keys: ConfigReader) -> ArchFacts:
 
 
 def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFacts:
+    keys.require("hidden_act", "silu")
     if keys.get("partial_rotary_factor") is None:
         keys = keys.but(partial_rotary_factor=0.25)
     head_dim, biased = keys.size("head_dim", 256), keys.flag("attention_bias")

@@ -6,10 +6,12 @@ from typing import NamedTuple
 import quire.checkpoint.multimodal.anyres as anyres
 import quire.checkpoint.multimodal.aya as aya
 import quire.checkpoint.multimodal.clip as clip
+import quire.checkpoint.multimodal.deepseek_ocr as deepseek_ocr
 import quire.checkpoint.multimodal.dots as dots
 import quire.checkpoint.multimodal.gemma as gemma
 import quire.checkpoint.multimodal.gemma3n as gemma3n
 import quire.checkpoint.multimodal.gemma4 as gemma4
+import quire.checkpoint.multimodal.granite_speech as granite_speech
 import quire.checkpoint.multimodal.idefics as idefics
 import quire.checkpoint.multimodal.intern as intern
 import quire.checkpoint.multimodal.kimi as kimi
@@ -58,11 +60,13 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "Qwen3_5MoeForConditionalGeneration": qwen.qwen3_vl(
         "Qwen3_5MoeForCausalLM", sections=(11, 11, 10), deep=False
     ),
+    "DeepseekOCRForCausalLM": deepseek_ocr.deepseek_ocr,
     "DotsOCRForCausalLM": dots.dots_ocr,
     "Gemma3ForConditionalGeneration": gemma.gemma3,
     "Gemma3nForConditionalGeneration": gemma3n.gemma3n,
     "Gemma4ForConditionalGeneration": gemma4.gemma4,
     "Gemma4UnifiedForConditionalGeneration": gemma4.gemma4_unified,
+    "GraniteSpeechForConditionalGeneration": granite_speech.granite_speech,
     "Idefics3ForConditionalGeneration": idefics.idefics3,
     "InternVLChatModel": intern.internvl_chat,
     "InternVLForConditionalGeneration": intern.internvl,
@@ -107,11 +111,13 @@ MEDIA_CODE = {
     "aya_vision": MediaCode("aya:AyaProcessor", "clip:Aya"),
     "clip": MediaCode("clip:DualProcessor", "clip:ClipEmbedding"),
     "cohere2_vision": MediaCode("aya:Cohere2VisionProcessor", "clip:Aya"),
+    "deepseek_ocr": MediaCode("deepseek_ocr:DeepseekOCRProcessor", "deepseek_ocr:DeepseekOCR"),
     "dots_ocr": MediaCode("dots:DotsProcessor", "ocr:DotsOCR"),
     "gemma3": MediaCode("gemma:Gemma3Processor", "clip:Gemma3"),
     "gemma3n": MediaCode("gemma3n:Gemma3nProcessor", "gemma3n:Gemma3nTower"),
-    "gemma4": MediaCode("gemma4:Gemma4Processor", "gemma4:Gemma4Tower"),
+    "gemma4": MediaCode("gemma4:Gemma4Processor", "gemma4_audio:Gemma4Tower"),
     "glm4v": MediaCode("qwen:GridProcessor", "glm4v:Glm4v"),
+    "granite_speech": MediaCode("granite_speech:GraniteSpeechProcessor", "granite_speech:GraniteSpeech"),
     "idefics3": MediaCode("idefics:Idefics3Processor", "clip:Idefics3"),
     "internvl": MediaCode("intern:InternVLProcessor", "intern:InternVL"),
     "kimi_vl": MediaCode("kimi:KimiVLProcessor", "kimi:KimiVL"),

@@ -169,9 +169,8 @@ class BlockFloat(Scheme):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits per weight: 16 for formats without a kernel, since these weights are
-        dequantized."""
-        return 4.25 if self.kind == "mxfp4" else 16
+        """Return the bits per weight: `nvfp4` and `mxfp8` are FP8 weights on a GPU with FP8 kernels."""
+        return 4.25 if self.kind == "mxfp4" else 8.02
 
 
 @dataclass(frozen=True, slots=True)

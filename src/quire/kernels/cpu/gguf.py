@@ -11,6 +11,7 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import BLOCK, Matrix, linear_reference
 from quire.kernels.cpu.native import Kernel
 from quire.kernels.gguf_grid import GRID_KINDS, resolve
+from quire.kernels.reference.mxfp4 import read_nvfp4
 
 
 class GGUFForm(NamedTuple):
@@ -51,6 +52,7 @@ TYPES = {
     "IQ2_S": GGUFForm(13, 12, 4, 8, 82, 256),
     "IQ3_XXS": GGUFForm(14, 13, 4, 4, 98, 256),
     "IQ3_S": GGUFForm(15, 5, 4, 8, 110, 256),
+    "NVFP4": GGUFForm(16, 15, 4, 8, 36, 64),
 }
 
 
@@ -98,11 +100,27 @@ def interleaves() -> bool:
 def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
     """Convert a weight [rows, bytes] of a GGUF file, of ggml type `kind`, to the format of the C kernels,
     either with `interleaved` groups of rows or with one row after the other."""
-    form, rows = TYPES[kind], len(stored)
+    form = TYPES[kind]
     columns = stored.shape[1] // form.stored_bytes * form.stored_columns
+    if kind == "NVFP4":
+        return pack_nvfp4(*read_nvfp4(stored), interleaved=interleaved)
     if kind in GRID_KINDS:
         step = max(1, _MOST_RESOLVED // columns)
         stored = torch.cat([resolve(part, kind) for part in stored.split(step)])
+    return _pack_blocks(stored, form, columns, interleaved)
+
+
+def pack_nvfp4(numbers: Tensor, scales: Tensor, *, interleaved: bool) -> Matrix:
+    """Convert an NVFP4 weight to the format of the C kernels: 4-bit floats [rows, columns], one per byte, and
+    their scales [rows, columns / 16] float32. The number of columns is a multiple of 32."""
+    first, second = numbers.unflatten(1, (-1, 2, 16)).unbind(2)
+    heads = scales.unflatten(1, (-1, 2)) / 2  # the values in matrix.h are doubled
+    blocks = torch.cat((heads.contiguous().view(torch.uint8), first | second << 4), -1)
+    return _pack_blocks(blocks.flatten(1), TYPES["NVFP4"], numbers.shape[1], interleaved)
+
+
+def _pack_blocks(stored: Tensor, form: GGUFForm, columns: int, interleaved: bool) -> Matrix:
+    rows = len(stored)
     row_bytes = columns // BLOCK * form.block_bytes
     kept_rows = -(-rows // group_rows()) * group_rows() if interleaved else rows
     packed = _arena.take(kept_rows * row_bytes + _PADDING)

@@ -284,6 +284,7 @@ static __attribute__((noinline)) void dot_many(const LinearJob *job, const Matri
     case IQ2_F_16: run_many(IQ2_F_16, job, part, x, at, row, row_end, group, group_end); break;
     case IQ3_F: run_many(IQ3_F, job, part, x, at, row, row_end, group, group_end); break;
     case IQ4_F: run_many(IQ4_F, job, part, x, at, row, row_end, group, group_end); break;
+    case E2M1_F_16: run_many(E2M1_F_16, job, part, x, at, row, row_end, group, group_end); break;
     default: run_many(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);
     }
 }
@@ -299,6 +300,8 @@ void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, 
         run_single(FOUR_LOW_F_16, job, part, x, at, row, row_end, group, group_end);
     else if (part->form == IQ2_F_16)
         run_single(IQ2_F_16, job, part, x, at, row, row_end, group, group_end);
+    else if (part->form == E2M1_F_16)
+        run_single(E2M1_F_16, job, part, x, at, row, row_end, group, group_end);
     else
         run_single(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);
 }

@@ -2,8 +2,10 @@
 #include "half.h"
 
 /* ggml types; equal to the numbers in cpu/gguf.py. Types with a grid are first converted by gguf_grid.py to blocks of 32 columns:
- * two floats and 16 bytes of codes. */
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, MXFP4, GRID_IQ2, GRID_IQ3_XXS, GRID_IQ3_S };
+ * two floats and 16 bytes of codes. NVFP4 weights come in the same blocks. */
+enum {
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, MXFP4, GRID_IQ2, GRID_IQ3_XXS, GRID_IQ3_S, NVFP4
+};
 
 typedef struct {
     uint8_t *into;
@@ -26,7 +28,7 @@ typedef struct {
     uint8_t halves[4];
 } Block;
 
-static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 136, 18, 17, 24, 24, 24};
+static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 136, 18, 17, 24, 24, 24, 24};
 
 /* Rows per group of the interleaved layout; 0 if this CPU does not support it. */
 int quire_group(void)
@@ -153,7 +155,7 @@ INLINE void read_iq4_nl(const uint8_t *from, Block *into)
     memcpy(into->codes, from + 2, 16);
 }
 
-/* Read a block of gguf_grid.py: the two floats are the scales of both halves, or a scale and a low. */
+/* Read a block of gguf_grid.py or of NVFP4: the two floats are the scales of both halves, or a scale and a low. */
 INLINE void read_grid(const uint8_t *from, Block *into)
 {
     memcpy(into->scale, from, 8);
@@ -172,7 +174,7 @@ INLINE void read_block(int type, const uint8_t *row, long b, Block *into)
     case IQ4_XS: read_iq4_xs(from, b % 8, into); break;
     case IQ4_NL: read_iq4_nl(from, into); break;
     case MXFP4: read_mxfp4(from, into); break;
-    case GRID_IQ2: case GRID_IQ3_XXS: case GRID_IQ3_S: read_grid(from, into); break;
+    case GRID_IQ2: case GRID_IQ3_XXS: case GRID_IQ3_S: case NVFP4: read_grid(from, into); break;
     default: read_small(type, from, into);
     }
 }
@@ -246,6 +248,7 @@ void quire_pack(const PackJob *job)
         case GRID_IQ2: pack_row(GRID_IQ2, IQ2_F_16, job, row); break;
         case GRID_IQ3_XXS: pack_row(GRID_IQ3_XXS, IQ3_F, job, row); break;
         case GRID_IQ3_S: pack_row(GRID_IQ3_S, FOUR_LOW_F, job, row); break;
+        case NVFP4: pack_row(NVFP4, E2M1_F_16, job, row); break;
         default: pack_row(MXFP4, E2M1, job, row);
         }
 }

@@ -165,7 +165,16 @@ INLINE reals group_heads(int form, const uint8_t *at)
 }
 
 /* Number that is added to the values of 4-bit codes (or of their table), so that the integer factors are not negative. */
-INLINE int offset_of(int form) { return form == E2M1 ? 12 : form == IQ2_F_16 ? 43 : form == IQ3_F ? 62 : form == IQ4_F ? 127 : 8; }
+INLINE int offset_of(int form)
+{
+    switch (form) {
+    case E2M1: case E2M1_F_16: return 12;
+    case IQ2_F_16: return 43;
+    case IQ3_F: return 62;
+    case IQ4_F: return 127;
+    default: return 8;
+    }
+}
 
 /* Read the scales and lows of a block; return a pointer to its codes. */
 INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, reals *low)
@@ -423,6 +432,7 @@ void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, 
     case IQ2_F_16: run_task(IQ2_F_16, job, part, x, at, row, row_end, unit, unit_end); break;
     case IQ3_F: run_task(IQ3_F, job, part, x, at, row, row_end, unit, unit_end); break;
     case IQ4_F: run_task(IQ4_F, job, part, x, at, row, row_end, unit, unit_end); break;
+    case E2M1_F_16: run_task(E2M1_F_16, job, part, x, at, row, row_end, unit, unit_end); break;
     default: run_task(EIGHT_F_16, job, part, x, at, row, row_end, unit, unit_end);
     }
 }

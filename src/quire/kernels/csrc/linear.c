@@ -309,6 +309,7 @@ static void times_form(const Rows *x, const Matrix *part, long row, long start, 
     case IQ2_F_16: times_rows(IQ2_F_16, x, part, row, start, columns, sums); break;
     case IQ3_F: times_rows(IQ3_F, x, part, row, start, columns, sums); break;
     case IQ4_F: times_rows(IQ4_F, x, part, row, start, columns, sums); break;
+    case E2M1_F_16: times_rows(E2M1_F_16, x, part, row, start, columns, sums); break;
     case E4M3: times_rows(E4M3, x, part, row, start, columns, sums); break;
     default: times_rows(E5M2, x, part, row, start, columns, sums);
     }

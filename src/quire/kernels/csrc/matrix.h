@@ -36,18 +36,20 @@
 /* Formats of a weight; equal to the numbers in cpu/gguf.py and cpu/linear.py. The value of a 4-bit or 8-bit code is scale * code +
  * low, with a scale and optionally a low per 32 columns (per 16 in the formats _16), as float16 (H) or float (F). E4M3 and E5M2
  * are fp8 with the `scales` of the matrix. Codes of the last formats index a table: E2M1 is a 4-bit float with a power of two in
- * one byte as its scale; the others are types of llama.cpp. */
+ * one byte as its scale; E2M1_F_16 has two floats; the others are types of
+ * llama.cpp. */
 enum {
     F32, BF16, FOUR_H, FOUR_LOW_H, EIGHT_H, FOUR_LOW_F, EIGHT_LOW_F, FOUR_LOW_F_16, EIGHT_F_16, E4M3, E5M2, E2M1, IQ2_F_16, IQ3_F,
-    IQ4_F
+    IQ4_F, E2M1_F_16
 };
 
-/* Values of 4-bit codes of the last formats; those of E2M1 are doubled. */
+/* Values of 4-bit codes of the last formats; those of E2M1 and E2M1_F_16 are doubled. */
 static const int8_t TABLES[][16] = {
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
     {8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0},
     {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62},
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
 };
 INLINE int has_table(int form) { return form >= E2M1; }
 INLINE const int8_t *table_of(int form) { return TABLES[form - E2M1]; }
@@ -62,7 +64,11 @@ INLINE int is_four(int form)
 INLINE int is_small(int form) { return is_four(form) && form <= E2M1; } /* values of codes are at most 15 */
 INLINE int has_low(int form) { return form == FOUR_LOW_H || form == FOUR_LOW_F || form == EIGHT_LOW_F || form == FOUR_LOW_F_16; }
 INLINE int has_halves(int form) { return form == FOUR_H || form == FOUR_LOW_H || form == EIGHT_H; }
-INLINE int heads_of(int form) { return form == FOUR_LOW_F_16 || form == EIGHT_F_16 || form == IQ2_F_16 ? 2 : 1; } /* per block */
+/* Scales per block. */
+INLINE int heads_of(int form)
+{
+    return form == FOUR_LOW_F_16 || form == EIGHT_F_16 || form == IQ2_F_16 || form == E2M1_F_16 ? 2 : 1;
+}
 INLINE long head_bytes(int form) { return has_halves(form) ? 2 : form == E2M1 ? 1 : 4; }
 INLINE long code_bytes(int form) { return is_four(form) ? BLOCK / 2 : BLOCK; }
 /* Bytes of a block of one row. */

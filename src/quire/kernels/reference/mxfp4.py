@@ -1,4 +1,4 @@
-"""4-bit floats (e2m1), and MXFP4 with a power-of-two scale per 32 of them, in torch."""
+"""4-bit floats (e2m1), MXFP4 with a power-of-two scale per 32 of them, and NVFP4, in torch."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,22 @@ def unpack(halves: Tensor, scales: Tensor) -> Tensor:
 
 def unpack_pairs(pairs: Tensor) -> Tensor:
     """Return 4-bit floats [..., inputs] from bytes [..., inputs / 2]; the low nibble is the first of two."""
-    return _decode(torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2))
+    return _decode(split_pairs(pairs))
+
+
+def split_pairs(pairs: Tensor) -> Tensor:
+    """Return the 4-bit codes [..., inputs] of bytes [..., inputs / 2]; the low nibble is the first of two."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+
+
+def read_nvfp4(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 4-bit codes [rows, columns] and the scales [rows, columns / 16] of weight rows [rows, bytes]
+    of a GGUF file. A block has the e4m3 scales of 4 times 16 columns, and then the codes; of 16 columns the
+    first 8 are in the low nibbles."""
+    blocks = stored.view(len(stored), -1, 36)
+    scales = blocks[..., :4].contiguous().view(torch.float8_e4m3fn).float().nan_to_num(0.0)
+    codes = blocks[..., 4:].unflatten(-1, (4, 8))
+    return torch.cat((codes & 15, codes >> 4), -1).flatten(1), scales.flatten(1)
 
 
 def _decode(codes: Tensor) -> Tensor:

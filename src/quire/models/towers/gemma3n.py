@@ -1,6 +1,6 @@
 """Audio encoder of Gemma 3n: the conformer of the Universal Speech Model (arXiv 2303.01037)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.gemma3n import Gemma3nFacts
+from quire.checkpoint.multimodal.gemma4 import Gemma4AudioFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
@@ -16,8 +17,9 @@ from quire.models.towers import Tower
 from quire.models.towers.gemma4 import unit_norm
 from quire.models.towers.omni import sinusoids
 
-_EPS = 1e-6
+EPS = 1e-6
 """Epsilon of most norms."""
+ConformerFacts = Gemma3nFacts | Gemma4AudioFacts
 
 
 class SubsampleConv(nn.Module):
@@ -46,7 +48,7 @@ class Attention(nn.Module):
     def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
         super().__init__()
         self.facts, size = facts, facts.hidden
-        self.before = RMSNorm(size, _EPS, scope / "pre_attn_norm")
+        self.before = RMSNorm(size, EPS, scope / "pre_attn_norm")
         inner = scope / "attn"
         self.q, self.k, self.v = (WholeLinear(size, size, inner / f"{name}_proj") for name in "qkv")
         self.scale = Learned(inner / "per_dim_scale", size // facts.heads)
@@ -57,7 +59,7 @@ class Attention(nn.Module):
         rows = [positive[offset] if offset >= 0 else negative[-offset] for offset in offsets]
         self.sinusoids = torch.stack(rows).to(scope.device, scope.dtype)
         self.out = WholeLinear(size, size, scope / "post")
-        self.after = RMSNorm(size, _EPS, scope / "post_norm")
+        self.after = RMSNorm(size, EPS, scope / "post_norm")
 
     def forward(self, x: Tensor) -> Tensor:
         facts, heads, clip = self.facts, self.facts.heads, self.facts.clip
@@ -79,15 +81,18 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Feed-forward block with a scaled residual (half a step in a conformer)."""
+    """Feed-forward block with a scaled residual (half a step in a conformer). `linear` builds its linear
+    layers."""
 
-    def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
+    def __init__(
+        self, facts: ConformerFacts, scope: Scope, linear: Callable[..., nn.Module] = WholeLinear
+    ) -> None:
         super().__init__()
         self.facts, size = facts, facts.hidden
-        self.before = RMSNorm(size, _EPS, scope / "pre_layer_norm")
-        self.up = WholeLinear(size, 4 * size, scope / "ffw_layer_1")
-        self.down = WholeLinear(4 * size, size, scope / "ffw_layer_2")
-        self.after = RMSNorm(size, _EPS, scope / "post_layer_norm")
+        self.before = RMSNorm(size, EPS, scope / "pre_layer_norm")
+        self.up = linear(size, 4 * size, scope / "ffw_layer_1")
+        self.down = linear(4 * size, size, scope / "ffw_layer_2")
+        self.after = RMSNorm(size, EPS, scope / "post_layer_norm")
 
     def forward(self, x: Tensor) -> Tensor:
         clip = self.facts.clip
@@ -96,16 +101,18 @@ class FeedForward(nn.Module):
 
 
 class LightConvolution(nn.Module):
-    """Gated causal depthwise convolution over time."""
+    """Gated causal depthwise convolution over time. `linear` builds the linear layers."""
 
-    def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
+    def __init__(
+        self, facts: ConformerFacts, scope: Scope, linear: Callable[..., nn.Module] = WholeLinear
+    ) -> None:
         super().__init__()
         self.facts, size, eps = facts, facts.hidden, facts.norm_eps
         self.before = RMSNorm(size, eps, scope / "pre_layer_norm")
-        self.start = WholeLinear(size, 2 * size, scope / "linear_start")
+        self.start = linear(size, 2 * size, scope / "linear_start")
         self.weight = Learned(scope / "depthwise_conv1d" / "weight", size, 1, facts.kernel)
         self.norm = RMSNorm(size, eps, scope / "conv_norm")
-        self.end = WholeLinear(size, size, scope / "linear_end")
+        self.end = linear(size, size, scope / "linear_end")
 
     def forward(self, x: Tensor) -> Tensor:
         clip = self.facts.clip
@@ -124,7 +131,7 @@ class Layer(nn.Module):
         self.attention = Attention(facts, scope / "attention")
         self.near = LightConvolution(facts, scope / "lconv1d")
         self.last = FeedForward(facts, scope / "ffw_layer_end")
-        self.norm = RMSNorm(facts.hidden, _EPS, scope / "norm")
+        self.norm = RMSNorm(facts.hidden, EPS, scope / "norm")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.last(self.near(self.attention(self.first(x))))

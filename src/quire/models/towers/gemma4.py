@@ -18,7 +18,13 @@ from quire.layers.norm import RMSNorm
 from quire.layers.patch_positions import axial_frequencies, grid_places
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
-from quire.models.towers.any_size import AnySizeTower, channel_last_patches, grid_of, squares_of
+from quire.models.towers.any_size import (
+    AnySizeTower,
+    channel_last_patches,
+    grid_of,
+    split_by_item,
+    squares_of,
+)
 
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 Axes = list[tuple[Tensor, Tensor]]
@@ -91,8 +97,9 @@ def unit_norm(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
 
 
-class Gemma4Tower(AnySizeTower):
-    """Gemma 4 encoder; `pixels` of an image is [3, height, width]."""
+class Gemma4VisionTower(AnySizeTower):
+    """Vision encoder of Gemma 4; `pixels` of an image is [3, height, width], of a video [frames, 3, height,
+    width]."""
 
     facts: Gemma4VisionFacts
 
@@ -117,9 +124,9 @@ class Gemma4Tower(AnySizeTower):
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         patch = self.facts.patch
-        pixels = [item["pixels"] for item in items]
-        grids = [grid_of(image, patch) for image in pixels]
-        flat = torch.cat([channel_last_patches(image[None], patch) for image in pixels])
+        stacks = [item["pixels"].view(-1, *item["pixels"].shape[-3:]) for item in items]
+        grids = [grid_of(stack, patch) for stack in stacks for _ in range(len(stack))]
+        flat = torch.cat([channel_last_patches(stack, patch) for stack in stacks])
         rows, columns = torch.cat([grid_places(grid, self.device) for grid in grids]).unbind(1)
         table = self.table.vectors
         x = self.patches((2 * flat - 1).to(table.dtype)) + table[0][columns] + table[1][rows]
@@ -129,7 +136,8 @@ class Gemma4Tower(AnySizeTower):
             x = layer(x, images, axes)
         means = self._standardize(squares_of(x.float(), grids, self.facts.merge).mean(1)).to(x.dtype)
         vectors: Tensor = self.project(unit_norm(means, self.facts.norm_eps))
-        return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in grids]))
+        counts = [math.prod(grid) // self.facts.merge**2 for grid in grids]
+        return split_by_item(vectors, counts, map(len, stacks))
 
     def _angles(self, places: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = axial_frequencies(self.facts.head_dim, self.facts.theta, self.device)

@@ -1,0 +1,69 @@
+"""DeepSeek-OCR: an image padded to a square and, if it is large, the grid of tiles nearest to its shape."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.deepseek_ocr import DeepseekOCRFacts
+from quire.checkpoint.reader import ConfigReader
+from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, Pixels, PixelScaling, Size, count_of, tiled
+from quire.multimodal.processors import ProcessedItem
+from quire.multimodal.processors.image_base import ImageProcessor, token_of
+from quire.multimodal.processors.tiling import nearest_grid
+from quire.text.tokenizer import Tokenizer
+
+_GREY = 127
+"""Colour of the padding."""
+_TILE = 640
+_MOST_TILES = 6
+
+
+class DeepseekOCRProcessor(ImageProcessor):
+    """Processor of DeepSeek-OCR. The tiles come first, then the whole image, all of them image tokens."""
+
+    arguments = (*IMAGE_ARGUMENTS, "crop_to_patches", "min_patches", "max_patches")
+    mean = std = HALF
+    facts: DeepseekOCRFacts
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        side = facts.tower.sam.image
+        size = {"height": side, "width": side}
+        image_id = token_of(tokenizer, "<image>")
+        super().__init__(path, facts, tokenizer, image_id=image_id, tile_size=_TILE, size=size)
+        stored = self.settings.get("size")
+        self.side = max(stored.values()) if isinstance(stored, dict) else side
+        self.tile = self.settings.size("tile_size")
+
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        views, grid = {"pixels": self._padded(image, keys)}, (0, 0)
+        if keys.flag("crop_to_patches", True) and max(image.size) > self.tile:
+            least, most = keys.size("min_patches", 2), count_of(keys, "max_patches", _MOST_TILES)
+            rows, columns = grid = nearest_grid(image.size[::-1], self.tile, least, most)
+            large = self.resize(image, (rows * self.tile, columns * self.tile), keys)
+            tiles = tiled(large, (self.tile, self.tile))
+            views["tiles"] = tiles.reshape(rows, columns, *tiles.shape[1:])
+        return ProcessedItem([self.image_id] * self._count(grid), arrays=scaling(**views))
+
+    def _padded(self, image: Image.Image, keys: ConfigReader) -> Pixels:
+        """Return the whole image, resized and padded to a square with the image in the center."""
+        scale = self.side / max(image.size)
+        width, height = (round(side * scale) for side in image.size)
+        out = np.full((self.side, self.side, 3), _GREY, np.uint8)
+        top, left = (self.side - height) // 2, (self.side - width) // 2
+        out[top : top + height, left : left + width] = self.resize(image, (height, width), keys)
+        return out
+
+    def _count(self, grid: Size) -> int:
+        """Return the number of embeddings of an image with this grid of tiles (rows, columns)."""
+        whole, tile = self.facts.side(self.side), self.facts.side(self.tile)
+        return grid[0] * tile * (grid[1] * tile + 1) * (grid[0] > 0) + whole * (whole + 1) + 1
+
+    def max_vectors(self, modality: str) -> int:
+        most = count_of(self.settings, "max_patches", _MOST_TILES)
+        return self._count((most, 1) if self.settings.flag("crop_to_patches", True) else (0, 0))
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        """Return the width and height of an image with all tiles in one column."""
+        return self.tile, self.tile * count_of(self.settings, "max_patches", _MOST_TILES)
