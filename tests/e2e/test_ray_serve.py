@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 from ports import free_port
-from serve_process import LONGEST, eventually
+from serve_process import eventually
 from tiny_adapter import write_adapter
 from tiny_text import TextModel
 
@@ -28,11 +28,12 @@ from quire import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
+MAX_MODEL_LEN = 8192
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
-    "max_model_len": LONGEST,
-    "hf_overrides": {"max_position_embeddings": LONGEST},
+    "max_model_len": MAX_MODEL_LEN,
+    "hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN},
     "block_size": 16,
     "max_num_seqs": 32,
     "num_gpu_blocks_override": 513,
