@@ -192,6 +192,9 @@ class MessagesBody(CountBody):
     ignore_eos: bool | None = False
     stop_token_ids: Many[TokenId] | None = None
     structured_outputs: dict[str, JsonValue] | None = None
+    kv_transfer_params: dict[str, JsonValue] | None = doc(
+        "For prefill and decode in different engines (docs/disaggregation.md): the field of vLLM's proxies."
+    )
 
 
 # ---- replies
@@ -265,6 +268,7 @@ class MessageReply(BaseModel):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
+    kv_transfer_params: dict[str, Any] | None = doc("Only if the engine keeps the prefix for another one.")
 
 
 CountReply = reply_model("CountReply", "The answer of /v1/messages/count_tokens.", input_tokens=int)
