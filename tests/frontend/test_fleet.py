@@ -18,7 +18,7 @@ from quire.data.stats import StepStats
 from quire.data.step_plan import FinishReason, FirstRun, StepOutput
 from quire.data.wire import Add, Missing, Ready, StepDone, decode_to_core, encode
 from quire.errors import EngineDead, RequestError
-from quire.frontend.fleet_link import ReplicaLost
+from quire.frontend.fleet_link import Fleet, ReplicaLost
 from quire.frontend.fleet_routes import FleetRoutes, Route
 from quire.frontend.inputs import Prompt
 
@@ -123,7 +123,7 @@ class Replicas:
 class Client:
     """An engine over a fleet."""
 
-    def __init__(self, fleet: Replicas) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.now = 100.0
         self.fleet = fleet
         self.engine = engine_over("", vocab=VOCAB, max_model_len=1000, clock=lambda: self.now, fleet=fleet)

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.experimental import internal_kv
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
@@ -17,6 +18,7 @@ from quire.entrypoints.ray_args import FleetModel
 from quire.frontend.fleet_routes import Route
 from quire.logs import get_logger
 from quire.server.settings import make_settings
+from quire.system.cluster_token import VARIABLE, new_token
 from quire.system.scratch import Scratch
 
 log = get_logger(__name__)
@@ -29,6 +31,8 @@ class EngineReplica:
     async def __init__(self, model: FleetModel) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Start the core, and return when it is ready."""
         settings = make_settings(model.server, env=Env.read(os.environ))
+        if model.shares_prefixes:
+            _prepare_transfers()
         self.config = configure(model.engine, usage="server")
         core_config = self.config
         if model.uses_ray_ranks:
@@ -100,6 +104,17 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self.record_routing_stats() | {"max_num_seqs": self.config.scheduler.max_num_seqs}
+
+
+def _prepare_transfers() -> None:
+    """Set the environment of an engine core that exchanges prefixes with other replicas: its address, a free
+    port, and a secret that all replicas of the Ray cluster share."""
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", ray.util.get_node_ip_address())
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")
+    if not os.environ.get(VARIABLE):
+        name = VARIABLE.encode()
+        internal_kv._internal_kv_put(name, new_token().encode(), overwrite=False)
+        os.environ[VARIABLE] = internal_kv._internal_kv_get(name).decode()
 
 
 async def _same_name(name: str) -> str:

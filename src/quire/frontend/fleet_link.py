@@ -11,7 +11,6 @@ from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode
 from quire.errors import EngineDead
 from quire.frontend.engine_link import EngineLink, Owner
 from quire.frontend.fleet_routes import FleetRoutes, Route
-from quire.frontend.in_flight import affinity, prefix_tokens
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
 
@@ -115,10 +114,11 @@ class FleetLink(EngineLink):
                     self.core, self.was_up = await self._fleet.ready(), True
                     self._heard_at = self._clock()
                     self._owner.on_ready(self)
-                await asyncio.wait_for(self._fleet.ping(), PING_TIMEOUT_S)
+                async with asyncio.timeout(PING_TIMEOUT_S):
+                    await self._fleet.ping()
                 self._heard_at = self._clock()
             except Exception as error:
-                log.warning("No replica of the fleet answers: %s; retrying", _reason(error))
+                log.warning("No replica of the fleet answers: %s; retrying", last_line(error))
             await asyncio.sleep(PING_INTERVAL_S)
 
     async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
@@ -138,16 +138,9 @@ class FleetLink(EngineLink):
                 raise TypeError(f"{type(message).__name__} is not a message to a fleet")
 
     def _begin(self, add: Add) -> None:
-        first = add.requests[0]
-        ids = [request.id for request in add.all()]
-        route = self.routes.route(
-            first.id,
-            prefix_tokens(first),
-            num_sequences=len(ids),
-            adapter="" if first.lora is None else first.lora.lora_name,
-            **affinity(first),
-        )
-        run = _Run(route, ids)
+        requests = add.all()
+        ids = [request.id for request in requests]
+        run = _Run(self.routes.route_of(requests), ids)
         self._runs |= dict.fromkeys(ids, run)
         run.task = self._spawn(self._follow(run, encode(add)))
 
@@ -176,9 +169,9 @@ class FleetLink(EngineLink):
         except ReplicaLost as error:
             ran_there = {other for other in self._runs.values() if run.replica == other.replica != ""}
             self.routes.lose(run.replica)
-            self._lose({run} | ran_there, run.replica, _reason(error))
+            self._lose({run} | ran_there, run.replica, last_line(error))
         except Exception as error:
-            self._lose({run}, run.replica, _reason(error))
+            self._lose({run}, run.replica, last_line(error))
         finally:
             self._end(run)
             await stream.aclose()
@@ -239,7 +232,7 @@ class FleetLink(EngineLink):
         try:
             await self._fleet.abort(Route(replica=run.replica, routes=self.routes), sequence_ids)
         except Exception as error:  # the replica computes tokens that are not read
-            log.debug("Aborting %s failed: %s", sequence_ids, _reason(error))
+            log.debug("Aborting %s failed: %s", sequence_ids, last_line(error))
 
     def _end(self, run: _Run) -> bool:
         """Stop tracking a request; return whether it was still tracked."""
@@ -260,7 +253,7 @@ class FleetLink(EngineLink):
             self._fleet_owner.on_lost(self, ids, f"replica {replica or '(none chosen yet)'} failed: {reason}")
 
 
-def _reason(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """Return the last line of an error; errors of other processes begin with their stack."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
