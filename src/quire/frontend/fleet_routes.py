@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.data.request import Request
+from quire.data.stats import StepStats
+from quire.frontend.cached_prefixes import PrefixChanges
 from quire.frontend.in_flight import affinity, prefix_tokens
 from quire.frontend.router import NO_PREFIX, Prefix, Router
 
@@ -125,6 +127,29 @@ class FleetRoutes:
         with self._lock:
             if replica in self._places:
                 self._router.update_load(self._places[replica], **load)
+
+    @property
+    def replicas(self) -> list[str]:
+        """Return the names of the known replicas."""
+        with self._lock:
+            return [*self._places]
+
+    def total_load(self, weight_version: str) -> StepStats:
+        """Return the load of all replicas together, as statistics of one engine core."""
+        with self._lock:
+            reports = [report for report in self._reported.values() if report]
+        running, waiting, usage = (
+            sum(report[name] for report in reports) for name in ("num_running", "num_waiting", "kv_usage")
+        )
+        mean = usage / max(len(reports), 1)
+        return StepStats(int(running), int(waiting), kv_usage=mean, weight_version=weight_version)
+
+    def note_cached(self, replica: str, changes: PrefixChanges) -> None:
+        """Record prefixes that have entered and left the cache of a replica."""
+        with self._lock:
+            if replica in self._places:
+                place = self._places[replica]
+                self._router.note_cached(place, changes.stored_keys, changes.removed_keys)
 
     def lose(self, replica: str) -> None:
         """Forget the requests and the prefixes of a replica that died."""

@@ -158,6 +158,11 @@ class Router:
         self.cores.append(_Core())
         return len(self.cores) - 1
 
+    def note_cached(self, core: int, stored: Keys, removed: Keys) -> None:
+        """Record prefixes that have entered and left the cache of a core."""
+        self._prefixes.note(stored, core)
+        self._prefixes.forget(removed, core)
+
     def forget_prefixes(self) -> None:
         self._prefixes.clear()
 

@@ -11,6 +11,7 @@ from quire.data.kv_transfer import FIELD, RemotePrefix, remote_prefix, transfer_
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.request import Request
 from quire.data.wire import Add, Ready, StepDone, decode_from_core, decode_to_core, encode
+from quire.frontend.cached_prefixes import PrefixChanges
 from quire.frontend.fleet_link import Fleet, ReplicaLost, last_line
 from quire.frontend.fleet_routes import FleetRoutes, Route
 from quire.logs import get_logger
@@ -85,6 +86,9 @@ class SplitFleet:
         finally:
             self._routes.end(request.id)
         return None
+
+    async def cached_prefixes(self, route: Route, number: int) -> PrefixChanges | None:
+        return await self._decode.cached_prefixes(route, number)
 
     async def abort(self, route: Route, sequence_ids: list[str]) -> None:
         await self._decode.abort(route, sequence_ids)
