@@ -145,6 +145,26 @@ def test_requests_go_to_the_replica_that_has_their_prefix_cached() -> None:
     assert place(routes, "3", [*tokens, 1], "ab") == "a", "the load decides"
 
 
+def test_a_replica_counts_while_it_has_half_of_a_prefix() -> None:
+    routes, sink, tokens = fleet_routes("a", "b"), Sink(16), prompt(1, 128)
+    hashes = [bytes([number]) * 32 for number in range(8)]
+    routes.update_load("b", num_running=3, num_waiting=0, kv_usage=0.0)
+    sink.publish([stored(tokens, *hashes, block_size=16)])
+    number, places = 0, []
+    for evicted in (hashes[4:], hashes[2:4]):
+        for event in (None, BlockRemoved(evicted, "GPU", 0)):
+            if event is not None:
+                sink.publish([event])
+            changes = sink.prefixes.since(number)
+            number = changes.number
+            routes.note_cached("b", changes)
+            places.append(routes.rank(routes.route("r", [*tokens, 1]), "ab")[0])
+    assert places == ["b", "b", "b", "a"], "with a quarter of the prefix, the load decides"
+    place(routes, "again", [*tokens, 1], "b")
+    routes.end("again")
+    assert place(routes, "r", [*tokens, 1], "ab") == "b", "it has been computed there again"
+
+
 def test_a_fleet_learns_prefixes_and_load_from_its_replicas() -> None:
     async def check() -> None:
         client = Client(fleet := Replicas("a", "b"))
