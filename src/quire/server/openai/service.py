@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, cast
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,7 +40,8 @@ from quire.server.settings import ServerSettings, parsers_of
 
 logger = get_logger(__name__)
 
-P = ParamSpec("P")
+S = TypeVar("S")
+B = TypeVar("B")
 Params = SamplingParams | BeamSearchParams | PoolingParams
 Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
 """Handler of a route: (service, body, request) -> response."""
@@ -230,20 +231,20 @@ class GenerationService:
 
 
 def releases_prefix(
-    answer: Callable[P, Coroutine[Any, Any, Response]],
-) -> Callable[P, Coroutine[Any, Any, Response]]:
+    answer: Callable[[S, B, Request], Coroutine[Any, Any, Response]],
+) -> Callable[[S, B, Request], Coroutine[Any, Any, Response]]:
     """Return the route handler `answer` with an addition: if it refuses a request, the engine that keeps the
     prefix in the request's `kv_transfer_params` is told to release it."""
 
     @wraps(answer)
-    async def releasing(*args: P.args, **kwargs: P.kwargs) -> Response:
-        service, body = cast(Any, args[0]), cast(Any, args[1])
+    async def releasing(service: S, body: B, request: Request) -> Response:
         try:
-            return await answer(*args, **kwargs)
+            return await answer(service, body, request)
         except RequestError:
-            if body.kv_transfer_params is not None:
-                api: GenerationService = getattr(service, "api", service)
-                await api.release_prefix(body.kv_transfer_params)
+            transfer_params = getattr(body, "kv_transfer_params", None)
+            if transfer_params is not None:
+                api: Any = getattr(service, "api", service)
+                await api.release_prefix(transfer_params)
             raise
 
     return releasing
