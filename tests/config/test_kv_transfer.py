@@ -73,21 +73,18 @@ def test_wrong_settings_are_refused(config: dict[str, Any], words: str) -> None:
         ({}, ""),
         ({"cache": {"enable_prefix_caching": False}}, "prefix caching is off"),
         ({"spec": CROSSED}, "cross-attention states"),
-        ({"machine": GPU}, "between CPU engines so far, and this is cuda"),
-        ({"parallel": {"tensor_parallel_size": 2}}, "has one worker in its process, not 2"),
     ],
 )
 def test_what_cannot_exchange_prefixes_is_refused(changes: dict[str, Any], words: str) -> None:
     cache = CacheSection(gpu_memory_utilization=0.9, kv_cache_dtype="auto", kv_transfer_config=config_of())
     cache = replace(cache, **changes.get("cache", {}))
-    parallel = replace(PARALLEL, **changes.get("parallel", {}))
-    specs, machine = [changes.get("spec", FULL), None], changes.get("machine", CPU)
+    specs = [changes.get("spec", FULL), None]
     if not words:
-        check_transfer(cache, parallel, specs, machine)
+        check_transfer(cache, specs)
         return
     with pytest.raises(ConfigError, match=words):
-        check_transfer(cache, parallel, specs, machine)
-    check_transfer(replace(cache, kv_transfer_config={}), parallel, specs, machine)
+        check_transfer(cache, specs)
+    check_transfer(replace(cache, kv_transfer_config={}), specs)
 
 
 def test_variables_of_vllm_are_read() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 from library import FakeLoader, digest, lora
+from mirror import follow
 from symbolic import Engine, continuation
 
 from quire.core import process
@@ -167,6 +168,16 @@ def test_requests_are_routed_and_tokens_return_to_their_clients(make_bench: Call
     assert one.tokens == {"a": continuation(prompt(1), 6)}
     assert two.tokens == {"b": continuation(prompt(2), 9), "c": continuation(prompt(3), 4)}
     assert not bench.server.clients.owner
+
+
+def test_dropped_batches_of_events_are_counted_once(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    follow(bench.engine.kv).num_dropped = 3
+    client = bench.join()
+    client.send(Add([make_request("a", prompt(1), 6)]))
+    bench.turn_until(lambda: bool(client.reasons), client)
+    pages = bench.server.metrics
+    assert pages.own[pages.layout.places["kv_event_batches_dropped"]] == 3
 
 
 def test_invalid_message_is_skipped_and_the_next_one_is_read(make_bench: Callable[..., Bench]) -> None:

@@ -173,6 +173,40 @@ def test_tokens_in_and_out(pair: Pair) -> None:
     assert pair.num_loaded() == before + 96
 
 
+def test_responses_and_messages_move_their_prefix(pair: Pair) -> None:
+    message = {"role": "user", "content": f"f {LONG}"}
+    bodies: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("/v1/responses", {"input": f"g {LONG}", "temperature": 0}, {"max_output_tokens": 8}),
+        ("/v1/messages", {"messages": [message], "temperature": 0}, {"max_tokens": 8}),
+    ]
+    for route, body, limit in bodies:
+        body["model"] = "tiny"
+        expected = pair.prefill.client.post(route, json=body | limit).json()
+        first = body | dict.fromkeys(limit, 1) | {"kv_transfer_params": {"do_remote_decode": True}}
+        transfer = pair.prefill.client.post(route, json=first).json()["kv_transfer_params"]
+        before = pair.num_loaded()
+        answer = pair.decode.client.post(route, json=body | limit | {"kv_transfer_params": transfer}).json()
+        assert pair.num_loaded() == before + transfer["remote_num_tokens"] > before + 256
+        name = "output" if route == "/v1/responses" else "content"
+        texts = [
+            [part.get("text") for part in (result[name][0].get("content") or result[name])]
+            for result in (answer, expected)
+        ]
+        assert texts[0] == texts[1] != [""] and "kv_transfer_params" not in answer
+
+
+def test_a_refused_request_releases_its_prefix(pair: Pair) -> None:
+    def is_used() -> bool:
+        return bool(pair.prefill.metrics()["kv_cache_usage_perc"])
+
+    wrong: list[dict[str, Any]] = [{"max_tokens": -1}, {"logprobs": 1000}, {"model": "unknown"}]
+    for number, change in enumerate(wrong):
+        good = pair.prepared(greedy(prompt=f"h{number} {LONG}", max_tokens=2))
+        assert is_used()
+        assert pair.decode.client.post("/v1/completions", json=good | change).status_code in (400, 404)
+        eventually("the prefix is released", lambda: not is_used())
+
+
 def test_bad_transfers_are_refused(pair: Pair) -> None:
     good = pair.prepared(greedy(prompt="d" + LONG, max_tokens=2))
     transfer = good["kv_transfer_params"]

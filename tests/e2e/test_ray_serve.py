@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 from ports import free_port
-from serve_process import LONGEST, eventually
+from serve_process import eventually
 from tiny_adapter import write_adapter
 from tiny_text import TextModel
 
@@ -28,11 +28,12 @@ from quire import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
+MAX_MODEL_LEN = 8192
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
-    "max_model_len": LONGEST,
-    "hf_overrides": {"max_position_embeddings": LONGEST},
+    "max_model_len": MAX_MODEL_LEN,
+    "hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN},
     "block_size": 16,
     "max_num_seqs": 32,
     "num_gpu_blocks_override": 513,
@@ -80,8 +81,8 @@ class Fleet:
         states = self.serve.status().applications["quire"].deployments["Engine"].replica_states
         return sum(count for state, count in states.items() if str(state).endswith("RUNNING"))
 
-    def replicas(self) -> list[psutil.Process]:
-        name = "ray::ServeReplica:quire:Engine"
+    def replicas(self, deployment: str = "Engine") -> list[psutil.Process]:
+        name = f"ray::ServeReplica:quire:{deployment}"
         everything = [item for item in psutil.process_iter(["cmdline"]) if item.info["cmdline"]]
         return [item for item in everything if item.info["cmdline"][0].startswith(name)]
 
@@ -299,6 +300,26 @@ async def _load(fleet: Fleet, counts: list[int]) -> list[tuple[int, list[int]]]:
         has_shrunk.set()
         await asyncio.gather(one, *many)
     return answers
+
+
+def test_prompts_and_answers_have_replicas_of_their_own(fleet: Fleet) -> None:
+    """Check that prefixes move, that the answers are those of one fleet, and that the death of the replica
+    that computes prompts ends no stream."""
+    fleet.deploy()
+    expected = streams(fleet, 8, 100)
+    fleet.remove()
+    fleet.deploy(min_replicas=2, prefill={"max_num_seqs": 4})
+    assert streams(fleet, 8, 100) == expected
+    with httpx.Client(base_url=fleet.url, timeout=TIMEOUT_S) as client:
+        fields = body(0, 4, prompt=[7 + at % 200 for at in range(300)])
+        usage = client.post("/v1/completions", json=fields).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens_by_tier"]["remote"] == 288
+
+    def kill() -> None:
+        os.kill(fleet.replicas("Prefill")[0].pid, signal.SIGKILL)
+
+    assert streams(fleet, 8, 100, kill) == expected
+    fleet.remove()
 
 
 def test_models_adapters_and_tensor_parallel_ranks(fleet: Fleet, tmp_path: Path) -> None:

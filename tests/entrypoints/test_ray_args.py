@@ -43,9 +43,23 @@ def test_ranks_are_ray_actors_unless_processes_are_wanted() -> None:
     assert near.num_ranks == 4 and not near.uses_ray_ranks
 
 
+def test_prompts_and_answers_have_fleets_with_a_role_each() -> None:
+    args = {"model": "a", "max_replicas": 4, "max_num_seqs": 64, "kv_transfer_config": {"engine_id": "e"}}
+    (model,) = read_args(args | {"prefill": {"max-num-seqs": 8, "min_replicas": 2}})
+    roles = {"kv_connector": "NixlConnector", "engine_id": "e"}
+    assert model.engine["kv_transfer_config"] == roles | {"kv_role": "kv_consumer"}
+    assert (model.engine["max_num_seqs"], model.fleet.max_size, model.shares_prefixes) == (64, 4, True)
+    assert model.prefill is not None and model.prefill.prefill is None
+    assert model.prefill.engine["kv_transfer_config"] == roles | {"kv_role": "kv_producer"}
+    assert (model.prefill.engine["max_num_seqs"], model.prefill.fleet.min_replicas) == (8, 2)
+    (alone,) = read_args({"model": "a"})
+    assert alone.prefill is None and not alone.shares_prefixes
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        ({"prefill": 2}, "prefill=2 must be the flags of the replicas that compute prompts"),
         ({"modle": "a"}, "unknown flag 'modle'; did you mean '--model'"),
         ({"min_replicas": 0}, "min_replicas=0 must be at least 1"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas=2 is less than min_replicas=3"),

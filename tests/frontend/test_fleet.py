@@ -18,7 +18,8 @@ from quire.data.stats import StepStats
 from quire.data.step_plan import FinishReason, FirstRun, StepOutput
 from quire.data.wire import Add, Missing, Ready, StepDone, decode_to_core, encode
 from quire.errors import EngineDead, RequestError
-from quire.frontend.fleet_link import ReplicaLost
+from quire.frontend.cached_prefixes import CachedPrefixes, PrefixChanges
+from quire.frontend.fleet_link import Fleet, ReplicaLost
 from quire.frontend.fleet_routes import FleetRoutes, Route
 from quire.frontend.inputs import Prompt
 
@@ -48,6 +49,7 @@ class Replicas:
         self.aborted: list[tuple[str, list[str]]] = []
         self.calls: list[str] = []
         self.dead: dict[str, Exception] = {}
+        self.caches: dict[str, CachedPrefixes] = {}
         self.stops = asyncio.Event()
         """Set while replicas compute."""
         self.stops.set()
@@ -112,6 +114,12 @@ class Replicas:
             self.num_steps += 1
             yield [encode(StepDone(output))]
 
+    async def cached_prefixes(self, route: Route, number: int) -> PrefixChanges | None:
+        if route.replica not in self.caches:
+            return None
+        assert route.routes is not None and route.routes.rank(route, [route.replica]) == [route.replica]
+        return self.caches[route.replica].since(number)
+
     async def abort(self, route: Route, sequence_ids: list[str]) -> None:
         self.aborted.append((route.replica, sequence_ids))
 
@@ -123,7 +131,7 @@ class Replicas:
 class Client:
     """An engine over a fleet."""
 
-    def __init__(self, fleet: Replicas) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.now = 100.0
         self.fleet = fleet
         self.engine = engine_over("", vocab=VOCAB, max_model_len=1000, clock=lambda: self.now, fleet=fleet)

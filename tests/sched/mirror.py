@@ -28,12 +28,18 @@ class Mirror:
         self.num_batches = 0
         self.ranks: set[int] = set()
         self.is_closed = False
+        self.num_dropped = 0
+        """Number of batches that count as dropped at the next report."""
         self.skips_unknown_parents = False
         self._encoder = EventEncoder()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         assert events, "an empty batch"
         self.read(self._encoder.encode(12.5, events))
+
+    def take_dropped(self) -> int:
+        count, self.num_dropped = self.num_dropped, 0
+        return count
 
     def close(self) -> None:
         self.is_closed = True

@@ -11,16 +11,16 @@ import zmq
 from oracle import make_tiny
 
 from quire.configure import configure
-from quire.core import kv_transfer
 from quire.core.build import build_core
 from quire.core.engine_core import EngineCore
+from quire.data.kv_tiers import BlockRead
 from quire.data.kv_transfer import RemotePrefix
 from quire.data.params import SamplingParams
 from quire.data.request import Request, with_transfer
 from quire.data.stats import TierStats
 from quire.sched.kv_tiers import KVTiers
 from quire.system import kv_channel
-from quire.worker import remote_tier
+from quire.worker import kv_tiers, remote_tier
 from quire.worker.remote_tier import RemoteEngines
 
 FAMILIES = ("qwen3", "gemma2", "nemotron_h")
@@ -135,7 +135,7 @@ def test_answers_are_the_same_with_a_prefix_from_another_engine(
     family: str, by_socket: bool, models: dict[str, Path], cores: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_socket:
-        monkeypatch.setattr(kv_transfer, "open_memory", lambda path, nonce: None)
+        monkeypatch.setattr(kv_tiers, "open_memory", lambda path, nonce: None)
         monkeypatch.setattr(remote_tier, "_AT_ONCE_BYTES", 1)
     unit = {"mamba_block_size": 16, "enable_prefix_caching": True} if family == "nemotron_h" else {}
     size = 32 if unit else 40
@@ -154,6 +154,27 @@ def test_answers_are_the_same_with_a_prefix_from_another_engine(
     (num_entries,), (num_bytes,) = stats.transfer_entries, stats.transfer_bytes
     assert num_entries >= (3 if unit else 10) and num_bytes == sum(stats.load_sizes)
     assert num_offers(first) == 0, "it was read"
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_each_rank_reads_the_entries_of_the_same_rank(
+    sizes: dict[str, int], models: dict[str, Path], cores: Any
+) -> None:
+    roles = (None, "kv_producer", "kv_consumer")
+    alone, first, second = (cores(models["qwen3"], role, **sizes) for role in roles)
+    expected = decode(alone, None, prompt_of(0))[0]
+    transfer = prefill(first, prompt_of(0))
+    assert transfer["tp_size"] == sizes.get("tensor_parallel_size", 1) and num_offers(first) == 1
+    tokens, request = decode(second, transfer, prompt_of(0))
+    assert tokens == expected and request.num_from_remote == 40
+    assert stats_of(second).num_failed_transfers == 0 and num_offers(first) == 0, "all ranks have read it"
+    for read in (first.executor.read(BlockRead(rank, [1, 2], False)) for rank in range(2)):
+        while not read.done():
+            first.executor.watch()
+        assert len(read.result()) == sum(first.executor.call("describe_tiers")[0]) * 2, "over a socket"
+    single = cores(models["qwen3"], "kv_consumer")
+    tokens, request = decode(single, prefill(first, prompt_of(0)), prompt_of(0))
+    assert tokens == expected and not request.num_cached and num_offers(first) == 1
 
 
 def test_only_missing_blocks_are_read_and_a_full_hit_releases_the_prefix(

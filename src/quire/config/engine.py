@@ -150,7 +150,7 @@ def resolve(
     values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
     values = resolve_own_cache(values, checkpoint.facts)
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
-    check_transfer(cache, parallel, cache_specs(checkpoint.facts), machine)
+    check_transfer(cache, cache_specs(checkpoint.facts))
     check_events(values.get("kv_events_config", {}), parallel, cache)
     check_routed_experts(values, checkpoint.facts, parallel, cache, model.max_model_len, pools=pools)
     speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pools)

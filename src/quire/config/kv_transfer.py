@@ -7,8 +7,7 @@ from typing import Any
 
 from quire.checkpoint.layout import CacheSpec
 from quire.config.kv_offloading import ROLES, check_extra, offloading_of
-from quire.config.machine import Machine
-from quire.config.sections import CacheSection, ParallelSection
+from quire.config.sections import CacheSection
 from quire.errors import ConfigError, check_keys
 
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
@@ -110,24 +109,14 @@ def transfer_of(config: Any) -> dict[str, Any]:
     return {"kv_transfer_config": config}
 
 
-def check_transfer(
-    cache: CacheSection, parallel: ParallelSection, specs: Sequence[CacheSpec | None], machine: Machine
-) -> None:
-    """Raise if the settings are invalid, or this model or device cannot exchange prefixes."""
+def check_transfer(cache: CacheSection, specs: Sequence[CacheSpec | None]) -> None:
+    """Raise if the settings are invalid, or this model cannot exchange prefixes."""
     if TransferSettings.of(cache.kv_transfer_config) is None:
         return
-    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     problem = ""
     if not cache.enable_prefix_caching:
         problem = "prefix caching is off: set enable_prefix_caching, if the model has it"
     elif any(spec is not None and spec.kind == "cross_attention" for spec in specs):
         problem = "this model has cross-attention states, which are not in the prefix cache: leave it out"
-    elif machine.device != "cpu":
-        problem = f"prefixes move between CPU engines so far, and this is {machine.device}: leave it out"
-    elif size > 1 or parallel.distributed_executor_backend != "uni":
-        problem = (
-            f"an engine that exchanges prefixes has one worker in its process, not {size} with the backend"
-            f" {parallel.distributed_executor_backend!r}: use data_parallel_size instead"
-        )
     if problem:
         raise ConfigError(f"kv_transfer_config is not supported here: {problem}")

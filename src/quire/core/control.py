@@ -10,6 +10,7 @@ import msgspec
 
 from quire.core.engine_core import EngineCore
 from quire.data.control import DEFAULT_VERSION, LEVELS, MEMORY, TAGS, check_choice, check_version
+from quire.data.kv_transfer import RemotePrefix
 from quire.data.lora import LoRARequest
 from quire.data.step_plan import FinishReason
 from quire.errors import EngineDead, EngineError, RequestError
@@ -65,6 +66,7 @@ class Operator:
             "reset_encoder_cache": core.scheduler.media.reset,
             "reset_mm_cache": self._clear_media,
             "reset_running": self.reset_running,
+            "release_prefix": self.release_prefix,
             "block_map": core.block_map,
             "sleep_level": lambda: core.pause_state.level,
             "settled_level": lambda: core.pause_state.settled_level,
@@ -129,6 +131,11 @@ class Operator:
         if was_open and not pause_state.asleep:
             self.resume()
         return is_empty
+
+    def release_prefix(self, host: str, port: int, request_id: str) -> None:
+        """Let another engine release a prefix that it keeps for a request that was refused here."""
+        if (tiers := self.core.scheduler.kv.tiers) is not None:
+            tiers.release_remote(RemotePrefix(host, port, request_id))
 
     # ---- sleep
 

@@ -59,8 +59,8 @@ class EventPublisher:
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer_steps)
         """Sequence numbers and payloads of the last batches."""
         self._next = 0
-        self.num_dropped = 0
-        """Batches that were dropped because the queue was full."""
+        self.num_dropped = self._num_reported = 0
+        """Batches that were dropped because the queue was full; those that `take_dropped` has returned."""
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         try:
@@ -105,6 +105,10 @@ class EventPublisher:
                     self.num_dropped,
                     self._queue.maxsize,
                 )
+
+    def take_dropped(self) -> int:
+        count, self._num_reported = self.num_dropped - self._num_reported, self.num_dropped
+        return count
 
     def close(self) -> None:
         """Send the queued batches and close the sockets, within a limited time."""

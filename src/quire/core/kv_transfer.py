@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 import uuid
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.kv_identity import layout_digest, transfer_layout
 from quire.config.kv_transfer import LAST_PORT, TransferSettings
+from quire.data.kv_tiers import BlockRead
 from quire.data.kv_transfer import EntriesRead, ReadEntries
 from quire.errors import ConfigError
 from quire.executor import Executor
@@ -20,13 +22,15 @@ from quire.logs import FirstWarning, get_logger
 from quire.sched.kv_manager import KVManager
 from quire.sched.kv_offers import KVOffers, OfferAddress
 from quire.system.cluster_token import VARIABLE, cluster_token, is_same
-from quire.system.kv_channel import KnownEngine, open_memory, token_host, zmq_address
+from quire.system.kv_channel import KnownEngine, token_host, zmq_address
 from quire.system.socket_security import secure
 
 log = get_logger(__name__)
 
 MAX_BYTES = 1 << 20
 """Size limit in bytes of a message from another engine; ZMQ closes connections that send a larger message."""
+WAIT_S = 0.001
+"""Seconds between two checks for entries that ranks in other processes read."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ReadEntries).decode
 
@@ -91,17 +95,19 @@ class OfferServer:
         shared with the other engine, or if none was found."""
         if message.layout != self._digest:
             return EntriesRead(layout=self._layout), None
-        memory = open_memory(message.memory, message.nonce) if message.memory else None
 
         def copy(ids: list[int], are_states: bool) -> Any:
-            (entries,) = executor.call("read_blocks", [ids, memory, are_states])
-            return entries
+            read = executor.read(BlockRead(message.rank, ids, are_states, message.memory, message.nonce))
+            while not read.done():
+                executor.watch()
+                time.sleep(WAIT_S)
+            return read.result()
 
-        places, entries = offers.read(message.request_id, message.keys, copy)
+        places, data = offers.read(message.request_id, message.keys, copy)
         if message.ends:
-            offers.end(message.request_id)
-        is_shared = memory is not None and bool(places)
-        return EntriesRead(places, is_shared), None if is_shared or entries is None else entries.reshape(-1)
+            offers.end(message.request_id, message.rank)
+        in_memory = data is not None and not len(data)
+        return EntriesRead(places, in_memory), None if in_memory else data
 
     def close(self) -> None:
         if self._thread is None:
@@ -138,7 +144,14 @@ class Producer:
                 *(error.filename, host, self._server.port),
             )
         address = OfferAddress(engine_id, host, self._server.port)
-        self.offers = KVOffers(kv, address, seconds=env.kv.nixl_abort_request_timeout)
+        parallel = config.parallel
+        self.offers = KVOffers(
+            kv,
+            address,
+            seconds=env.kv.nixl_abort_request_timeout,
+            tp_size=parallel.tensor_parallel_size,
+            num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        )
         self.offers.on_close = self._close
         self._server.start(self.offers, executor)
         log.info(

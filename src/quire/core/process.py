@@ -250,4 +250,6 @@ class CoreServer:
             self.clients.send(client, beat)
 
     def _observe(self, stats: StepStats) -> None:
+        if (events := self.core.scheduler.kv.events) is not None:
+            stats.num_dropped_events = events.take_dropped()
         self.metrics.observe(self.core.refresh(stats), FrontStats())

@@ -58,6 +58,19 @@ class BlockLoad(msgspec.Struct):
     """The prefix in another engine that remote entries belong to; the other engine releases it afterwards."""
 
 
+class BlockRead(msgspec.Struct):
+    """KV cache entries of one rank to copy for the same rank of another engine."""
+
+    rank: int
+    ids: list[int]
+    are_states: bool
+    """Whether the entries are checkpoints of SSM states."""
+    memory: str = ""
+    """Path of memory of the other engine to write to; empty: the result has the bytes."""
+    nonce: bytes = b""
+    """Random bytes at the start of that memory."""
+
+
 class LoadDone(msgspec.Struct):
     """Result of a `BlockLoad`, and times of the copies to lower tiers since the last result."""
 

@@ -102,7 +102,9 @@ class ReadEntries(msgspec.Struct):
     nonce: bytes = b""
     """Random bytes at the start of the shared memory, since its path may exist on several machines."""
     ends: bool = False
-    """Whether this is the last message about the prefix, which is then released."""
+    """Whether this is the last message of a rank about the prefix, which is released after the last rank."""
+    rank: Annotated[int, Meta(ge=0)] = 0
+    """Rank of the engine that reads; it gets the entries of the same rank of the other engine."""
 
 
 class EntriesRead(msgspec.Struct, omit_defaults=True):

@@ -121,6 +121,8 @@ class StepStats(msgspec.Struct):
     """Names of LoRA adapters of waiting requests."""
     tiers: TierStats | None = None
     """Copies to and from lower tiers of the KV cache; None without lower tiers."""
+    num_dropped_events: int = 0
+    """Number of batches of KV events that were dropped because the queue was full."""
     weight_version: str = ""
     backlog: Backlog | None = None
     """Prompt tokens that are still to be computed; None without latency targets."""

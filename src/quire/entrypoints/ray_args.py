@@ -3,7 +3,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import msgspec
@@ -57,6 +57,8 @@ class FleetModel:
     engine: Mapping[str, Any]
     server: Mapping[str, Any]
     fleet: FleetSettings
+    prefill: "FleetModel | None" = None
+    """The fleet that computes prompts for this one; None: this fleet computes them itself."""
 
     @property
     def num_ranks(self) -> int:
@@ -66,6 +68,10 @@ class FleetModel:
     @property
     def is_on_cpu(self) -> bool:
         return bool(self.engine.get("device") == "cpu")
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return bool(self.engine.get("kv_transfer_config"))
 
     @property
     def uses_ray_ranks(self) -> bool:
@@ -95,6 +101,23 @@ def read_args(args: Mapping[str, Any]) -> list[FleetModel]:
 
 
 def _read_model(values: dict[str, Any], parser: FlagParser) -> FleetModel:
+    prefill = values.pop("prefill", None)
+    if prefill is None:
+        return _read_fleet(values, parser)
+    if not isinstance(prefill, Mapping):
+        raise ConfigError(f"prefill={prefill!r} must be the flags of the replicas that compute prompts")
+    flags = {str(name).replace("-", "_"): value for name, value in prefill.items()}
+    given = values.get("kv_transfer_config") or {}
+    roles = [
+        {"kv_transfer_config": {"kv_connector": "NixlConnector", **given, "kv_role": role}}
+        for role in ("kv_consumer", "kv_producer")
+    ]
+    model = _read_fleet({**values, **roles[0]}, parser)
+    return replace(model, prefill=_read_fleet({**values, **flags, **roles[1]}, parser))
+
+
+def _read_fleet(values: dict[str, Any], parser: FlagParser) -> FleetModel:
+    """Return a model and the settings of one fleet from its flags."""
     names = {field.name for field in msgspec.structs.fields(FleetSettings)}
     settings = {name: values.pop(name) for name in names & values.keys()}
     try:

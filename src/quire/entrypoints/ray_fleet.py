@@ -10,6 +10,7 @@ from ray.serve.request_router import RequestRouter
 from quire.config.engine import EngineConfig
 from quire.data.wire import Ready
 from quire.errors import EngineDead, EngineError, QuireError
+from quire.frontend.cached_prefixes import PrefixChanges
 from quire.frontend.fleet_link import ReplicaLost
 from quire.frontend.fleet_routes import Route
 
@@ -77,6 +78,10 @@ class RayFleet:
             raise ReplicaLost(str(error)) from None
         finally:
             response.cancel()
+
+    async def cached_prefixes(self, route: Route, number: int) -> PrefixChanges | None:
+        changes: PrefixChanges | None = await self._handle.cached_prefixes.remote(route, number)
+        return changes
 
     async def abort(self, route: Route, sequence_ids: list[str]) -> None:
         await self._handle.abort.remote(route, sequence_ids)

@@ -18,7 +18,10 @@ from quire.entrypoints.ray_args import FleetModel
 from quire.entrypoints.ray_fleet import RayFleet
 from quire.errors import RequestError
 from quire.frontend.engine import AsyncEngine
+from quire.frontend.fleet_link import Fleet
+from quire.frontend.fleet_routes import FleetRoutes
 from quire.frontend.model_pool import ModelPool, PoolModel
+from quire.frontend.split_fleet import SplitFleet
 from quire.memory import ModelMemory
 from quire.metrics.api_keys import KeyPages
 from quire.metrics.pages import MetricsLayout, MetricsPages
@@ -38,16 +41,19 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, models: Sequence[FleetModel], *handles: Any
     ) -> None:
-        """Wait until each model has a replica, then build the application."""
+        """Wait until each model has a replica, then build the application. `handles` are those of the
+        deployments of each model: of its replicas, and if it has them of those that compute its prompts."""
         load_plugins()
         settings = [make_settings(model.server, env=Env.read(os.environ)) for model in models]
         names = key_names(settings[0].keys)
         keys = KeyPages(names) if names else None
         index = serve.get_replica_context().rank.rank
         served: list[ServedModel] = []
-        for model, section, handle in zip(models, settings, handles, strict=True):
+        fleets = map(RayFleet, handles)
+        for model, section in zip(models, settings, strict=True):
+            fleet, prefill = next(fleets), None if model.prefill is None else next(fleets)
             engine = await _open_engine(
-                model, handle, keys if not served else None, section.http.health_timeout, index
+                model, fleet, prefill, keys if not served else None, section.http.health_timeout, index
             )
             application = Application(engine, section, keys, LoRARegistry(modules=locate_modules(section)))
             await application.api.adapters.load_all()
@@ -64,11 +70,24 @@ class Ingress:
 
 
 async def _open_engine(
-    model: FleetModel, handle: Any, keys: KeyPages | None, health_timeout_s: float, index: int
+    model: FleetModel,
+    replicas: RayFleet,
+    prefill: RayFleet | None,
+    keys: KeyPages | None,
+    health_timeout_s: float,
+    index: int,
 ) -> AsyncEngine:
-    """Return the engine of a model, connected to its replicas."""
-    fleet = RayFleet(handle)
-    config = _with_local_files((await fleet.describe())[0], model)
+    """Return the engine of a model, connected to its replicas, and to those that compute its prompts."""
+    config = _with_local_files((await replicas.describe())[0], model)
+    fleet: Fleet = replicas
+    if prefill is not None:
+        other = (await prefill.describe())[0]
+        routes = FleetRoutes(
+            block_size=other.cache.block_size,
+            max_num_seqs=other.scheduler.max_num_seqs,
+            policy=other.parallel.data_parallel_routing,
+        )
+        fleet = SplitFleet(prefill, replicas, routes)
     engine = make_engine(
         config,
         addresses={0: ""},

@@ -1,5 +1,6 @@
 """EngineReplica: a Ray Serve deployment; each of its replicas runs one engine core."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -7,6 +8,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.experimental import internal_kv
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
@@ -14,9 +16,11 @@ from quire.configure import configure
 from quire.data.wire import Ready
 from quire.entrypoints.child_cores import ChildCores
 from quire.entrypoints.ray_args import FleetModel
+from quire.frontend.cached_prefixes import CachedPrefixes, PrefixChanges, follow_events
 from quire.frontend.fleet_routes import Route
 from quire.logs import get_logger
 from quire.server.settings import make_settings
+from quire.system.cluster_token import VARIABLE, new_token
 from quire.system.scratch import Scratch
 
 log = get_logger(__name__)
@@ -29,13 +33,16 @@ class EngineReplica:
     async def __init__(self, model: FleetModel) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Start the core, and return when it is ready."""
         settings = make_settings(model.server, env=Env.read(os.environ))
+        if model.shares_prefixes:
+            _prepare_transfers()
+        self._scratch = Scratch()
+        events = f"ipc://{self._scratch.path}/kv_events"
         self.config = configure(model.engine, usage="server")
-        core_config = self.config
+        core_config = _with_events(self.config, events)
         if model.uses_ray_ranks:
             context = ray.get_runtime_context()
             os.environ["RAY_ADDRESS"] = context.gcs_address
             core_config = replace(core_config, ray_group=ray.util.get_current_placement_group().id.hex())
-        self._scratch = Scratch()
         self._cores = ChildCores(
             core_config, self._scratch.path, health_timeout_s=settings.http.health_timeout
         )
@@ -43,6 +50,8 @@ class EngineReplica:
         self._cores.start()
         await self._cores.wait_until_up()
         self._relay.start()
+        self._prefixes = CachedPrefixes(self.config.cache.block_size)
+        self._events = asyncio.create_task(follow_events(events, self._prefixes))
         await self._cores.wait_until_ready(self._relay)
         self._name = serve.get_replica_context().replica_tag
         lora = self.config.lora
@@ -57,6 +66,7 @@ class EngineReplica:
         """End the core when Ray Serve removes the drained replica."""
         if hasattr(self, "_relay"):
             self._relay.close()
+            self._events.cancel()
             self._cores.end()
             self._scratch.remove()
 
@@ -77,6 +87,10 @@ class EngineReplica:
 
     async def abort(self, route: Route, sequence_ids: list[str]) -> None:
         self._relay.abort(sequence_ids)
+
+    async def cached_prefixes(self, route: Route, number: int) -> PrefixChanges:
+        """Return which prefixes have entered and left the cache since the first `number` changes."""
+        return self._prefixes.since(number)
 
     async def ping(self) -> None:
         self._relay.check()
@@ -100,6 +114,26 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self.record_routing_stats() | {"max_num_seqs": self.config.scheduler.max_num_seqs}
+
+
+def _with_events(config: EngineConfig, endpoint: str) -> EngineConfig:
+    """Return the configuration of a core that publishes KV events for this replica, unless it publishes them
+    for others or has no prefix cache."""
+    if config.observability.kv_events_config or not config.cache.enable_prefix_caching:
+        return config
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint}
+    return replace(config, observability=replace(config.observability, kv_events_config=events))
+
+
+def _prepare_transfers() -> None:
+    """Set the environment of an engine core that exchanges prefixes with other replicas: its address, a free
+    port, and a secret that all replicas of the Ray cluster share."""
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", ray.util.get_node_ip_address())
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")
+    if not os.environ.get(VARIABLE):
+        name = VARIABLE.encode()
+        internal_kv._internal_kv_put(name, new_token().encode(), overwrite=False)
+        os.environ[VARIABLE] = internal_kv._internal_kv_get(name).decode()
 
 
 async def _same_name(name: str) -> str:

@@ -22,8 +22,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     `serve run quire.entrypoints.ray_serve:build model=...` and the `args` of a Serve config file."""
     models = read_args(args)
     first = models[0].fleet
-    names = ["Engine"] if len(models) == 1 else [f"Engine{number}" for number in range(len(models))]
-    engines = [_deploy(model).options(name=name) for model, name in zip(models, names, strict=True)]
+    engines = []
+    for number, model in enumerate(models):
+        suffix = "" if len(models) == 1 else str(number)
+        engines.append(_deploy(model).options(name=f"Engine{suffix}").bind(model))
+        if model.prefill is not None:
+            engines.append(_deploy(model.prefill).options(name=f"Prefill{suffix}").bind(model.prefill))
     ingress = serve.deployment(
         serve.ingress(None)(Ingress),
         name="Ingress",
@@ -32,7 +36,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": first.ingress_num_cpus},
         graceful_shutdown_timeout_s=first.drain_s,
     )
-    return ingress.bind(models, *(engine.bind(model) for engine, model in zip(engines, models, strict=True)))
+    return ingress.bind(models, *engines)
 
 
 def _deploy(model: FleetModel) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from quire.data.kv_tiers import BlockLoad, LoadDone
+from quire.data.kv_tiers import BlockLoad, BlockRead, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, Pending, StepPlan, StepResult
 from quire.memory import CacheSize
@@ -43,6 +43,11 @@ class Executor(Protocol):
     def load(self, load: BlockLoad) -> Future[LoadDone]:
         """Copy KV cache blocks to all devices while steps run. `watch` must be called until the future
         ends."""
+
+    def read(self, read: BlockRead) -> Future[Any]:
+        """Copy KV cache blocks of one rank for another engine while steps run, and return their bytes; they
+        are empty if the blocks were written to memory of that engine. `watch` must be called until the
+        future ends."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""

@@ -11,7 +11,7 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import process_group_address, steps_together
 from quire.config.parallel import Rank
-from quire.data.kv_tiers import BlockLoad, LoadDone
+from quire.data.kv_tiers import BlockLoad, BlockRead, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, StepPlan
 from quire.errors import EngineDead
@@ -66,6 +66,11 @@ class InProcessExecutor:
 
     def load(self, load: BlockLoad) -> Future[LoadDone]:
         return self._loading.submit(self._worker.load_blocks, load)
+
+    def read(self, read: BlockRead) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(self._worker.read_blocks(read))
+        return future
 
     @cached_property
     def _loading(self) -> ThreadPoolExecutor:

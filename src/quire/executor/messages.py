@@ -4,13 +4,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.data.kv_tiers import BlockLoad
+from quire.data.kv_tiers import BlockLoad, BlockRead
 from quire.data.lora import LoRARequest
 from quire.memory import CacheSize
 
 Phase = Literal["load", "measure", "allocate", "warm_up", "run"]
-BackgroundWork = Literal["fetch", "drop", "load"]
-"""Work of a started rank besides steps: fetch or drop a LoRA adapter, load KV cache blocks."""
+BackgroundWork = Literal["fetch", "drop", "load", "read"]
+"""Work of a started rank besides steps: fetch or drop a LoRA adapter, load or read KV cache blocks."""
 NUM_LOADERS = 4
 """Threads of a worker that copy KV cache blocks to the device."""
 RUNNING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
@@ -31,6 +31,8 @@ class Order(msgspec.Struct, omit_defaults=True):
     """Name of the adapter to drop."""
     load: BlockLoad | None = None
     """KV cache blocks to copy to the device."""
+    read: BlockRead | None = None
+    """KV cache blocks to copy for another engine."""
 
 
 class PhaseProgress(msgspec.Struct, tag="progress"):

@@ -21,7 +21,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.expert_parallel import process_group_address, steps_together
 from quire.data.codec import decode_outcome, encode_masks, encode_plan
-from quire.data.kv_tiers import BlockLoad, LoadDone
+from quire.data.kv_tiers import BlockLoad, BlockRead, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, StepPlan, StepResult
 from quire.errors import ConfigError, EngineDead, EngineError, QuireError, RequestError
@@ -97,6 +97,8 @@ class RankedExecutor:
         """Unfinished background work by number, with the function that combines the ranks' results."""
         self._lock = threading.Lock()
         """Held while messages of ranks are handled: several threads wait for calls and steps."""
+        self._ordering = threading.Lock()
+        """Held while an order is sent: blocks are read for other engines in a thread of their own."""
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
@@ -287,17 +289,22 @@ class RankedExecutor:
         return self._start_background(combine_facts, "fetch", adapter=lora)
 
     def drop(self, name: str) -> None:
-        self.worker_group.send_order(encode(Order("drop", name=name)))
+        with self._ordering:
+            self.worker_group.send_order(encode(Order("drop", name=name)))
 
     def load(self, load: BlockLoad) -> Future[LoadDone]:
         return self._start_background(combine_loads, "load", load=load)
+
+    def read(self, read: BlockRead) -> Future[Any]:
+        return self._start_background(lambda values: values[read.rank], "read", read=read)
 
     def _start_background(
         self, combine: Callable[[list[Any]], Any], phase: BackgroundWork, **order: Any
     ) -> Future[Any]:
         number, future = next(self._numbers), Future[Any]()
         self._background[number], self._returned[number] = (future, combine), {}
-        self.worker_group.send_order(encode(Order(phase, number=number, **order)))
+        with self._ordering:
+            self.worker_group.send_order(encode(Order(phase, number=number, **order)))
         return future
 
     def _finish_background(self, number: int) -> None:

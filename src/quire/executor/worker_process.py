@@ -168,11 +168,16 @@ def _run_background(worker: Any, port: Port) -> None:
     """Handle the orders that come while steps run: adapters, and KV cache blocks to load."""
     reading = AdapterReading(worker)
     loading = ThreadPoolExecutor(NUM_LOADERS, "quire-kv-load")
+    reads = ThreadPoolExecutor(1, "quire-kv-read")  # apart: loads wait for reads of other engines
     while True:
         order = port.order()
         if order.phase == "load":
             load = loading.submit(worker.load_blocks, order.load)
             load.add_done_callback(partial(_send_result, port, order.number))
+            continue
+        if order.phase == "read":
+            read = reads.submit(worker.read_blocks, order.read)
+            read.add_done_callback(partial(_send_result, port, order.number))
             continue
         if order.phase == "drop":
             reading.drop(order.name)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.data.control import DEFAULT_VERSION, LEVELS, MODES, check_choice, check_version
+from quire.data.kv_transfer import RemotePrefix
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import RequestError
 from quire.system.pickled_calls import are_pickles_allowed, call_method, pack_function, unpack_results
@@ -194,6 +195,11 @@ class CoreControl:
         self._forget_prefixes()
         method = "reset_running" if running else "reset_prefix_cache"
         return all(await self._call_all(method, {"external": external}, if_ready=True))
+
+    async def release_prefix(self, prefix: RemotePrefix) -> None:
+        """Let the engine that keeps a prefix release it: no request will read it."""
+        address = {"host": prefix.host, "port": prefix.port, "request_id": prefix.request_id}
+        await self._call_all("release_prefix", address, if_ready=True)
 
     async def reset_mm_cache(self) -> None:
         """Clear the cache of processed media; the cores notify other API processes."""

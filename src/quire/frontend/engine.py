@@ -360,16 +360,13 @@ class AsyncEngine:
             self._ready.set()
         self._send_waiting()
 
-    def on_stats(self, link: EngineLink, page: bytes) -> None:
+    def on_stats(self, link: EngineLink, page: bytes | None) -> None:
         stats, link.num_unreported = link.stats, 0
         self._router.update_load(
             link.place, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_usage
         )
-        self.metrics.note_adapters(link.place, stats.running_adapters, stats.waiting_adapters)
         self.operation.weight_version = stats.weight_version
-        self.metrics.weight_versions[link.place] = stats.weight_version
-        if page:
-            self.metrics.pages.take_page(link.place, page)
+        self.metrics.note_stats(link.place, stats, page)
 
     def on_reset(self) -> None:
         self.inputs.media.processor_cache.clear()

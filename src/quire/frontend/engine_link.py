@@ -14,9 +14,9 @@ class Owner(Protocol):
     """Owner of connections to engine cores, which handles the events of the connections."""
 
     def on_ready(self, link: "EngineLink") -> None: ...
-    def on_stats(self, link: "EngineLink", page: bytes) -> None:
-        """Handle a report of the core's load. `page` is the metrics page of a core on another machine; else
-        empty."""
+    def on_stats(self, link: "EngineLink", page: bytes | None) -> None:
+        """Handle a report of the core's load. `page` is the metrics page of a core on another machine, else
+        empty. None: the core is a fleet, which has no page."""
 
     def on_reset(self) -> None:
         """Clear the cache of processed media."""

@@ -6,12 +6,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol
 
+from quire.data.control import DEFAULT_VERSION
 from quire.data.step_plan import StepOutput
 from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode_from_core, encode
 from quire.errors import EngineDead
+from quire.frontend.cached_prefixes import PrefixChanges
 from quire.frontend.engine_link import EngineLink, Owner
 from quire.frontend.fleet_routes import FleetRoutes, Route
-from quire.frontend.in_flight import affinity, prefix_tokens
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
 
@@ -41,6 +42,10 @@ class Fleet(Protocol):
         are messages of its core. After an exception the replica does not run the request any more;
         ReplicaLost means that all requests of the replica are lost. Closing the generator aborts the
         request."""
+
+    async def cached_prefixes(self, route: Route, number: int) -> PrefixChanges | None:
+        """Return which prefixes have entered and left the cache of a replica since the first `number`
+        changes; None if the replica does not report them."""
 
     async def abort(self, route: Route, sequence_ids: list[str]) -> None:
         """End some of the sequences of a request at its replica."""
@@ -89,6 +94,9 @@ class FleetLink(EngineLink):
         self._runs: dict[str, _Run] = {}
         """Runs by sequence id."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._weight_version = DEFAULT_VERSION
+        self._num_changes: dict[str, int] = {}
+        """Number of changes of its cache that each replica has reported, by name."""
         self._is_delivery_due = False
 
     def start(self) -> None:
@@ -115,11 +123,29 @@ class FleetLink(EngineLink):
                     self.core, self.was_up = await self._fleet.ready(), True
                     self._heard_at = self._clock()
                     self._owner.on_ready(self)
-                await asyncio.wait_for(self._fleet.ping(), PING_TIMEOUT_S)
+                async with asyncio.timeout(PING_TIMEOUT_S):
+                    await self._fleet.ping()
                 self._heard_at = self._clock()
+                async with asyncio.timeout(PING_TIMEOUT_S):
+                    await asyncio.gather(*map(self._read_cache, self.routes.replicas))
+                self.stats = self.routes.total_load(self._weight_version)
+                self._owner.on_stats(self, None)
             except Exception as error:
-                log.warning("No replica of the fleet answers: %s; retrying", _reason(error))
+                log.warning("No replica of the fleet answers: %s; retrying", last_line(error))
             await asyncio.sleep(PING_INTERVAL_S)
+
+    async def _read_cache(self, replica: str) -> None:
+        """Note in the routes which prefixes a replica has cached, also for requests of other ingresses."""
+        number = self._num_changes.get(replica, 0)
+        try:
+            route = Route(replica=replica, routes=self.routes)
+            changes = await self._fleet.cached_prefixes(route, number)
+        except Exception as error:  # the replica may have ended
+            log.debug("The cached prefixes of replica %s are not known: %s", replica, last_line(error))
+            return
+        if changes is not None:
+            self.routes.note_cached(replica, changes)
+            self._num_changes[replica] = changes.number
 
     async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
         if method in _FORGETTING:
@@ -138,16 +164,9 @@ class FleetLink(EngineLink):
                 raise TypeError(f"{type(message).__name__} is not a message to a fleet")
 
     def _begin(self, add: Add) -> None:
-        first = add.requests[0]
-        ids = [request.id for request in add.all()]
-        route = self.routes.route(
-            first.id,
-            prefix_tokens(first),
-            num_sequences=len(ids),
-            adapter="" if first.lora is None else first.lora.lora_name,
-            **affinity(first),
-        )
-        run = _Run(route, ids)
+        requests = add.all()
+        ids = [request.id for request in requests]
+        run = _Run(self.routes.route_of(requests), ids)
         self._runs |= dict.fromkeys(ids, run)
         run.task = self._spawn(self._follow(run, encode(add)))
 
@@ -176,9 +195,9 @@ class FleetLink(EngineLink):
         except ReplicaLost as error:
             ran_there = {other for other in self._runs.values() if run.replica == other.replica != ""}
             self.routes.lose(run.replica)
-            self._lose({run} | ran_there, run.replica, _reason(error))
+            self._lose({run} | ran_there, run.replica, last_line(error))
         except Exception as error:
-            self._lose({run}, run.replica, _reason(error))
+            self._lose({run}, run.replica, last_line(error))
         finally:
             self._end(run)
             await stream.aclose()
@@ -201,6 +220,7 @@ class FleetLink(EngineLink):
                 kv_usage=stats.kv_usage,
             )
             run.open -= output.finished.keys()
+            self._weight_version = stats.weight_version or self._weight_version
             self.outputs.add_step(output)
             self._schedule_delivery()
 
@@ -239,7 +259,7 @@ class FleetLink(EngineLink):
         try:
             await self._fleet.abort(Route(replica=run.replica, routes=self.routes), sequence_ids)
         except Exception as error:  # the replica computes tokens that are not read
-            log.debug("Aborting %s failed: %s", sequence_ids, _reason(error))
+            log.debug("Aborting %s failed: %s", sequence_ids, last_line(error))
 
     def _end(self, run: _Run) -> bool:
         """Stop tracking a request; return whether it was still tracked."""
@@ -260,7 +280,7 @@ class FleetLink(EngineLink):
             self._fleet_owner.on_lost(self, ids, f"replica {replica or '(none chosen yet)'} failed: {reason}")
 
 
-def _reason(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """Return the last line of an error; errors of other processes begin with their stack."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

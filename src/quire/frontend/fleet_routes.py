@@ -5,6 +5,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.data.request import Request
+from quire.data.stats import StepStats
+from quire.frontend.cached_prefixes import PrefixChanges
+from quire.frontend.in_flight import affinity, prefix_tokens
 from quire.frontend.router import NO_PREFIX, Prefix, Router
 
 
@@ -33,6 +37,7 @@ class FleetRoutes:
     def __init__(self, *, block_size: int, max_num_seqs: int, policy: str = "affinity") -> None:
         """Create the routing state without replicas. `max_num_seqs` is that of one replica; `policy` is a
         routing policy of `Router`."""
+        self.block_size = block_size
         self._router = Router(0, block_size=block_size, max_num_seqs=max_num_seqs, policy=policy)
         self._places: dict[str, int] = {}
         """Index of each replica among the router's cores, by name."""
@@ -58,6 +63,17 @@ class FleetRoutes:
         with self._lock:
             prefix = self._router.prefix_of(token_ids, extra)
         return Route(request_id, prefix, session, num_sequences, adapter, routes=self)
+
+    def route_of(self, requests: Sequence[Request]) -> Route:
+        """Return the route of the sequences of one prompt."""
+        first = requests[0]
+        return self.route(
+            first.id,
+            prefix_tokens(first),
+            num_sequences=len(requests),
+            adapter="" if first.lora is None else first.lora.lora_name,
+            **affinity(first),
+        )
 
     def update(self, replicas: Mapping[str, tuple[Collection[str], Mapping[str, float]]]) -> None:
         """Set the running replicas with their loaded adapters and their last report (see `update_load`). A
@@ -111,6 +127,29 @@ class FleetRoutes:
         with self._lock:
             if replica in self._places:
                 self._router.update_load(self._places[replica], **load)
+
+    @property
+    def replicas(self) -> list[str]:
+        """Return the names of the known replicas."""
+        with self._lock:
+            return [*self._places]
+
+    def total_load(self, weight_version: str) -> StepStats:
+        """Return the load of all replicas together, as statistics of one engine core."""
+        with self._lock:
+            reports = [report for report in self._reported.values() if report]
+        running, waiting, usage = (
+            sum(report[name] for report in reports) for name in ("num_running", "num_waiting", "kv_usage")
+        )
+        mean = usage / max(len(reports), 1)
+        return StepStats(int(running), int(waiting), kv_usage=mean, weight_version=weight_version)
+
+    def note_cached(self, replica: str, changes: PrefixChanges) -> None:
+        """Record prefixes that have entered and left the cache of a replica."""
+        with self._lock:
+            if replica in self._places:
+                place = self._places[replica]
+                self._router.note_cached(place, changes.stored_keys, changes.removed_keys)
 
     def lose(self, replica: str) -> None:
         """Forget the requests and the prefixes of a replica that died."""

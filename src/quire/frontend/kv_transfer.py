@@ -4,11 +4,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.kv_transfer import TransferSettings
-from quire.data.kv_transfer import FIELD, missing_fields, remote_prefix, transfer_params
+from quire.data.kv_transfer import FIELD, RemotePrefix, missing_fields, remote_prefix, transfer_params
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.checked_params import (
@@ -59,6 +60,25 @@ class TransferCheck:
                 " this server; its operator names them in peers of kv_connector_extra_config",
                 param=FIELD,
             )
+
+    def readable_prefix(self, value: Any) -> RemotePrefix | None:
+        """Return the prefix that `kv_transfer_params` name, if this server may read it."""
+        try:
+            transfer = transfer_params({FIELD: value})
+        except RequestError:
+            return None
+        prefix = None if transfer is None else remote_prefix(transfer)
+        if transfer is None or prefix is None or not self.settings.consumes:
+            return None
+        is_known = is_peer(self.settings, self.root, transfer.remote_engine_id or "", prefix)
+        return prefix if is_known else None
+
+
+def readable_prefix(validators: Sequence[Validator], value: Any) -> RemotePrefix | None:
+    """Return the prefix that the `kv_transfer_params` of a request name, if the server with these checks may
+    read it."""
+    checks = (check for check in validators if isinstance(check, TransferCheck))
+    return next((check.readable_prefix(value) for check in checks), None)
 
 
 def validators_of(config: EngineConfig) -> Sequence[Validator]:

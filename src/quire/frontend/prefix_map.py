@@ -44,13 +44,33 @@ class PrefixKeys:
             return [], np.empty(0, np.uint64)
         self._grow(num_blocks)
         depths = self._depths[: int(np.searchsorted(self._depths, num_blocks, "right"))] * self.block_size
-        ids = np.array(token_ids[: int(depths[-1])], np.uint64)
+        keys = self._sums(token_ids[: int(depths[-1])], 0)[depths - 1]
+        return depths.tolist(), _finished(keys, extra)
+
+    def totals(self, token_ids: Sequence[int], num_before: int, total: int) -> list[int]:
+        """Return the hash state after each block of tokens that follow `num_before` blocks with the state
+        `total`, for `key`."""
+        num_blocks = len(token_ids) // self.block_size
+        self._grow(num_before + num_blocks)
+        sums = self._sums(token_ids, num_before * self.block_size) + np.uint64(total)
+        totals: list[int] = sums[self.block_size - 1 :: self.block_size].tolist()
+        return totals
+
+    def key(self, total: int, extra: str | None) -> int:
+        """Return the key of the prefix with this hash state, which is that of `of`."""
+        return int(_finished(np.array([total], np.uint64), extra)[0])
+
+    def is_looked_up(self, num_blocks: int) -> bool:
+        """Whether `of` has keys of prefixes of this many blocks."""
+        self._grow(num_blocks)
+        place = int(np.searchsorted(self._depths, num_blocks))
+        return bool(self._depths[place] == num_blocks)
+
+    def _sums(self, token_ids: Sequence[int], first: int) -> Keys:
+        """Return the running sum of the hashes of tokens, of which the first is at position `first`."""
+        ids = np.array(token_ids, np.uint64)
         mixed = (ids + np.uint64(1)) * _MIX
-        sums = np.cumsum((mixed ^ (mixed >> np.uint64(29))) * self._powers[: len(ids)])
-        keys = sums[depths - 1]
-        if extra is not None:
-            keys ^= np.uint64(int.from_bytes(hashlib.blake2b(extra.encode(), digest_size=8).digest()))
-        return depths.tolist(), keys * _MIX
+        return np.cumsum((mixed ^ (mixed >> np.uint64(29))) * self._powers[first : first + len(ids)])
 
     def _grow(self, num_blocks: int) -> None:
         if len(self._powers) >= num_blocks * self.block_size:
@@ -60,6 +80,12 @@ class PrefixKeys:
         spacing = 1 << np.maximum(np.floor(np.log2(depths)).astype(np.int64) - _EVEN.bit_length() + 2, 0)
         self._depths = depths[depths % spacing == 0]
         self._powers = np.cumprod(np.full(num_blocks * self.block_size, _FACTOR), dtype=np.uint64)
+
+
+def _finished(sums: Keys, extra: str | None) -> Keys:
+    if extra is not None:
+        sums = sums ^ np.uint64(int.from_bytes(hashlib.blake2b(extra.encode(), digest_size=8).digest()))
+    return sums * _MIX
 
 
 class PrefixMap:
@@ -104,6 +130,12 @@ class PrefixMap:
             rows[:, :-1] = rows[:, 1:]
             rows[:, -1] = (keys[new] & ~_MARK) | np.uint64(core + 1) | (is_home * np.uint64(_HOME))
             self._table[buckets[new]] = rows
+
+    def forget(self, keys: Keys, core: int) -> None:
+        """Remove the entries of these keys for a core that has them no longer cached."""
+        buckets, rows, same = self._rows(keys)
+        places, ways = np.nonzero(same & (rows & _CORE == core + 1))
+        self._table[buckets[places], ways] = 0
 
     def drop(self, core: int) -> None:
         """Remove the entries of a core that lost its KV cache."""

@@ -1,5 +1,6 @@
 """Routing of requests to data-parallel engine cores; pure bookkeeping without sockets or clock."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -81,6 +82,8 @@ class Router:
         self._placed: dict[str, tuple[int, int]] = {}
         """Core and number of sequences by request."""
         self._prefixes = prefixes or PrefixMap()
+        self._evicted: PrefixMap | None = None
+        """Prefixes that have left the caches of cores; None until a core reports any."""
 
     def place(
         self,
@@ -132,6 +135,8 @@ class Router:
         """Count a request on a core until `end`, and remember its prefix and its session there."""
         if prefix.depths:
             self._prefixes.note(prefix.keys, core)
+            if self._evicted is not None:
+                self._evicted.forget(prefix.keys, core)
         if session is not None and self.policy == "affinity":
             self._prefixes.note(key_of_session(session), core)
         self._placed[request_id] = core, num_sequences
@@ -153,10 +158,20 @@ class Router:
         self._placed = {id: placed for id, placed in self._placed.items() if placed[0] != core}
         self.cores[core] = _Core()
         self._prefixes.drop(core)
+        if self._evicted is not None:
+            self._evicted.drop(core)
 
     def add_core(self) -> int:
         self.cores.append(_Core())
         return len(self.cores) - 1
+
+    def note_cached(self, core: int, stored: Keys, removed: Keys) -> None:
+        """Record prefixes that have entered and left the cache of a core."""
+        if self._evicted is None:
+            self._evicted = PrefixMap()
+        self._prefixes.note(stored, core)
+        self._evicted.forget(stored, core)
+        self._evicted.note(removed, core)
 
     def forget_prefixes(self) -> None:
         self._prefixes.clear()
@@ -187,15 +202,20 @@ class Router:
         return [core for core in among if self.cores[core].load <= least + self._session_slack]
 
     def _nearest(self, prefix: Prefix, among: Sequence[int]) -> int:
-        """Return the core with most of the prompt cached, if its load is near that of the least busy core."""
+        """Return the core with most of the prompt cached, if its load is near that of the least busy core. A
+        core counts while it has half of a prefix: caches evict the ends of prefixes first, and conversations
+        that move at each eviction evict each other everywhere."""
         loads = {core: self.cores[core].load for core in among}
         least = min(loads.values())
         slack = self._slack + SLACK_SHARE * least
+        evicted = {} if self._evicted is None else dict(self._evicted.find(prefix.keys))
         tried: list[int] = []
         for place, cores in self._prefixes.find(prefix.keys):
             share = prefix.depths[place] / prefix.length
             if share < MIN_SHARE:
                 break
+            half = bisect_left(prefix.depths, prefix.depths[place] / 2)
+            cores = [core for core in cores if core not in evicted.get(half, ())]
             if cores == tried:
                 continue
             for core in cores:

@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PromMetric
 
+from quire.data.stats import FrontStats, StepStats
 from quire.metrics.api_keys import KeyPages
 from quire.metrics.exposition import exposition
 from quire.metrics.http_families import add_buckets, families
@@ -59,6 +60,16 @@ class EngineMetrics:
         self._adapters_at = 0.0
         self.weight_versions: dict[int, str] = {}
         """Version of the weights, as the trainer named it, by index of the engine."""
+
+    def note_stats(self, engine: int, stats: StepStats, page: bytes | None) -> None:
+        """Take the statistics of an engine core, and its `page` of metrics if it is on another machine. None:
+        the engine is a fleet without a page, and the gauges are set from `stats`."""
+        self.note_adapters(engine, stats.running_adapters, stats.waiting_adapters)
+        self.weight_versions[engine] = stats.weight_version
+        if page:
+            self.pages.take_page(engine, page)
+        elif page is None:
+            self.pages.of_engine(engine).observe(stats, FrontStats())
 
     def note_adapters(self, engine: int, running: list[str], waiting: list[str]) -> None:
         if self._max_loras is not None:

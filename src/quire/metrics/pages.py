@@ -132,6 +132,7 @@ class MetricsPages:
         for reason in step.misses:
             self._add(f"prefix_cache_misses:{reason}", 1)
         self._add("num_preemptions", step.num_preempted)
+        self._add("kv_event_batches_dropped", step.num_dropped_events)
         # Counted at the first token of a request, so that recomputation after preemption is not counted.
         self._add("prompt_tokens", step.num_prompt_tokens)
         self._add("prompt_tokens_cached", step.num_cached_tokens)

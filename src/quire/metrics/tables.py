@@ -43,6 +43,7 @@ COUNTERS = {
     "mm_cache_queries": "Images, videos and audio items looked up in the multimodal cache.",
     "mm_cache_hits": "Items found in the multimodal cache.",
     "num_preemptions": "Preempted requests, whose blocks are computed again or loaded from a lower tier.",
+    "kv_event_batches_dropped": "Batches of KV events that were not published, because the queue was full.",
     "request_resumed": "Requests that continued in another or a restarted engine core after a crash.",
     "prompt_tokens": "Prompt tokens processed, including cached ones.",
     "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",

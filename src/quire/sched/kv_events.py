@@ -23,6 +23,9 @@ class EventSink(Protocol):
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Queue a batch of events to be sent; do not wait."""
 
+    def take_dropped(self) -> int:
+        """Return the number of batches that were dropped since the last call."""
+
     def close(self) -> None:
         """Stop sending events."""
 
@@ -58,6 +61,9 @@ class KVEvents:
         if self._events:
             events, self._events = self._events, []
             self._sink.publish(events)
+
+    def take_dropped(self) -> int:
+        return self._sink.take_dropped()
 
     def close(self) -> None:
         self.flush()

@@ -67,8 +67,8 @@ class _Offer:
     held: HeldEntries
     until: float
     """Time at which the prefix is dropped, in seconds of the clock."""
-    is_ended: bool = False
-    """Whether no engine will read the prefix any more."""
+    ended: set[int] = field(default_factory=set)
+    """Ranks of the other engine that will read nothing more of the prefix."""
     ids: dict[bytes, int] = field(init=False)
     """Block id of each entry on the device, by key."""
 
@@ -87,12 +87,16 @@ class KVOffers:
         address: OfferAddress,
         *,
         seconds: float,
+        tp_size: int = 1,
+        num_ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the offers. A prefix is kept for at most `seconds`."""
+        """Build the offers. A prefix is kept for at most `seconds`, or until all ranks of an engine with as
+        many ranks as this one have read it. `tp_size` is the size of tensor parallelism."""
         self._kv = kv
         self.address = address
         self._seconds = seconds
+        self._tp_size, self._num_ranks = tp_size, num_ranks
         self._clock = clock
         self._offers: dict[str, _Offer] = {}
         """Prefixes by name, in the order in which they expire."""
@@ -131,7 +135,7 @@ class KVOffers:
             "remote_request_id": name,
             "remote_host": self.address.host,
             "remote_port": self.address.port,
-            "tp_size": 1,
+            "tp_size": self._tp_size,
             "remote_num_tokens": hit.num_tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
@@ -140,9 +144,10 @@ class KVOffers:
     def settle(self) -> bool:
         """Release the prefixes that were read or have expired; return whether there were any."""
         now = self._clock()
-        over = [name for name, offer in self._offers.items() if offer.is_ended or offer.until <= now]
+        read = {name for name, offer in self._offers.items() if len(offer.ended) == self._num_ranks}
+        over = [name for name, offer in self._offers.items() if name in read or offer.until <= now]
         for name in over:
-            if not self._offers[name].is_ended:
+            if name not in read:
                 self.num_expired += 1
                 self._drop(name, f"it was not read within {self._seconds:g} s")
             else:
@@ -188,7 +193,8 @@ class KVOffers:
                 return [], None
             return places, copy([ids[keys[place]] for place in places], is_state(keys[places[0]]))
 
-    def end(self, name: str) -> None:
-        """Mark a prefix as one that no engine will read any more, so that it can be released."""
+    def end(self, name: str, rank: int = 0) -> None:
+        """Note that a rank of the other engine will read nothing more of a prefix. The prefix is released
+        when all of its ranks have ended."""
         if (offer := self._offers.get(name)) is not None:
-            offer.is_ended = True
+            offer.ended.add(rank)

@@ -383,10 +383,14 @@ class KVTiers:
         self._looked_up.discard(request.id)
         self._release_remote(request)
 
+    def release_remote(self, prefix: RemotePrefix) -> None:
+        if self._takes_remote:
+            self._reports.append(self._copies.load(BlockLoad([], [], [], prefix)))
+
     def _release_remote(self, request: Request) -> None:
-        """Ask the other engine to release its prefix for a request that does not load it."""
-        if request.remote is not None and self._takes_remote:
-            self._reports.append(self._copies.load(BlockLoad([], [], [], request.remote)))
+        """Let the other engine release its prefix for a request that does not load it."""
+        if request.remote is not None:
+            self.release_remote(request.remote)
             request.remote = None
 
     def leave(self, request: Request) -> None:

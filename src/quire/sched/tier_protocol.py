@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from quire.data.kv_tiers import BlockStores
+from quire.data.kv_transfer import RemotePrefix
 from quire.data.request import Request
 from quire.data.stats import TierStats
 from quire.sched.admission_checks import AdmissionCheck
@@ -60,6 +61,9 @@ class LowerTiers(AdmissionCheck, Protocol):
     def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
         """Keep the prefix of a request that has ended for this reason, if another engine is to read it
         (`request.offers`). Return the `kv_transfer_params` for that engine, or None."""
+
+    def release_remote(self, prefix: RemotePrefix) -> None:
+        """Let another engine release a prefix that it keeps and that no request will read."""
 
     def close(self) -> None:
         """End the exchange of prefixes with other engines."""

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.kv_tiers import ON_DISK, REMOTE, BlockLoad, BlockStores, LoadDone, is_state
+from quire.data.kv_tiers import ON_DISK, REMOTE, BlockLoad, BlockRead, BlockStores, LoadDone, is_state
 from quire.layers.attention import Caching, PagedAttention
 from quire.layers.mla import MLAAttention
 from quire.layers.ssm import SSMMixer
+from quire.system.kv_channel import open_memory
 from quire.worker.disk_tier import DiskTier
 from quire.worker.remote_tier import RemoteEngines, RemoteRead
 from quire.worker.state_checkpoints import StateCheckpoints
@@ -141,6 +142,10 @@ class BlockCopies(Protocol):
         are also copied to memory that is returned. With `ahead`, the next step, which does not overwrite
         these entries, may run during the copy."""
 
+    def read(self, ids: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """Return the contents [n, entry_bytes] of entries that no step writes to, on the host, in `out` if it
+        is given; may run in any thread."""
+
     def begin_in(self) -> None:
         """Let later copies to the device wait for the steps that were submitted."""
 
@@ -193,6 +198,9 @@ class CpuBlockCopies:
             slots[torch.tensor(rows)] = contents  # entries without a slot are written to row 0
         self._out_s += time.monotonic() - began
         return HostBlocks(contents) if keep else None
+
+    def read(self, ids: Sequence[int], out: Tensor | None = None) -> Tensor:
+        return self.entries.gather(torch.tensor(ids), out)
 
     def begin_in(self) -> None:
         """Do nothing: no step is under way."""
@@ -323,14 +331,17 @@ class WorkerTiers:
                 kind.disk.take_report(done)
         return done
 
-    def read(self, ids: Sequence[int], out: memoryview | None, *, are_states: bool) -> NDArray[np.uint8]:
-        """Return the contents [n, entry_bytes] of blocks, or of checkpoints of states, in `out` if it is
-        given. Nothing may write to these entries during the call."""
-        entries = self.kinds[are_states].copies.entries
-        shape, target = (len(ids), entries.entry_bytes), None
-        if out is not None:
-            target = torch.from_numpy(np.frombuffer(out, np.uint8, shape[0] * shape[1]).reshape(shape))
-        return entries.gather(torch.tensor(ids), target).numpy()
+    def read(self, read: BlockRead) -> memoryview:
+        """Return the contents of entries as bytes, or nothing if they were written to memory of another
+        engine. Nothing may write to these entries during the call."""
+        copies = self.kinds[read.are_states].copies
+        shape = len(read.ids), copies.entries.entry_bytes
+        memory = open_memory(read.memory, read.nonce) if read.memory else None
+        if memory is None:
+            return copies.read(read.ids).numpy().reshape(-1).data
+        target = torch.from_numpy(np.frombuffer(memory, np.uint8, shape[0] * shape[1]).reshape(shape))
+        copies.read(read.ids, target)
+        return memoryview(b"")
 
     def rebind(self, copies: Sequence[BlockCopies]) -> None:
         """Replace the device cache by another one of the same layout."""

@@ -46,12 +46,15 @@ class RemoteEngines:
         token: str,
         *,
         timeout_s: float,
+        rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Set the `layout`, which describes the model and its cache, and must be the same in all engines."""
+        """Set the `layout`, which describes the model and its cache, and must be the same in all engines.
+        `rank` is the rank of this worker in its engine."""
         self.layout, self.token = layout, token
         self.digest = layout_digest(layout)
         self.timeout_s = timeout_s
+        self.rank = rank
         self.clock = clock
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._unreachable: dict[tuple[str, int], tuple[float, str]] = {}
@@ -130,7 +133,8 @@ class RemoteRead:
 
     def _message(self, *, keys: list[bytes] | None = None, ends: bool = False) -> ReadEntries:
         engines = self._engines
-        return ReadEntries(engines.token, engines.digest, self._prefix.request_id, keys or [], ends=ends)
+        prefix = self._prefix.request_id
+        return ReadEntries(engines.token, engines.digest, prefix, keys or [], ends=ends, rank=engines.rank)
 
     def _share_memory(self, message: ReadEntries, num_bytes: int) -> None:
         """Let the other engine write to shared memory, if it is on this machine."""
@@ -209,11 +213,11 @@ def _differences(here: dict[str, str], there: dict[str, str]) -> str:
     return f"both engines must have the same model and cache layout, and {listed:.2000}"
 
 
-def open_remote_engines(config: EngineConfig) -> RemoteEngines | None:
-    """Return the engines that prefixes are loaded from; None if the engine loads no prefixes."""
+def open_remote_engines(config: EngineConfig, rank: int) -> RemoteEngines | None:
+    """Return the engines that a rank loads prefixes from; None if the engine loads no prefixes."""
     settings = TransferSettings.of(config.cache.kv_transfer_config)
     if settings is None or not settings.consumes:
         return None
     env = Env.read(os.environ)
     token = cluster_token(env, token_host(settings, env.kv.nixl_side_channel_host))
-    return RemoteEngines(transfer_layout(config), token, timeout_s=settings.load_timeout)
+    return RemoteEngines(transfer_layout(config), token, timeout_s=settings.load_timeout, rank=rank)

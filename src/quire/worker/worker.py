@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import Eplb
 from quire.config.generation import suppressed_tokens
 from quire.config.profiling import Profiling
 from quire.data.control import MEMORY
-from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
+from quire.data.kv_tiers import BlockLoad, BlockRead, BlockStores, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
@@ -293,7 +291,7 @@ class Worker:
         sizes = [kind.entries.entry_bytes for kind in copies]
         disks = open_disk_tiers(self.config, self.world.rank, sizes, num_files)
         parts = zip(copies, num_slots, disks, strict=False)
-        remote = open_remote_engines(self.config)
+        remote = open_remote_engines(self.config, self._rank_in_engine)
         self._tiers = WorkerTiers([KindTiers(*part) for part in parts], remote)
         return self._tiers.keys()
 
@@ -308,11 +306,15 @@ class Worker:
         assert self._tiers is not None, "open_tiers() comes first"
         return self._tiers.load(load)
 
-    def read_blocks(self, ids: list[int], out: memoryview | None, are_states: bool) -> NDArray[np.uint8]:
-        """Return the contents of the KV blocks with these ids, or of the SSM state checkpoints, as one row of
-        bytes each, in `out` if it is given; may run in any thread."""
+    def read_blocks(self, read: BlockRead) -> memoryview | None:
+        """Return the contents of KV cache entries for another engine, or nothing if they were written to its
+        memory; None if the entries are those of another rank. May run in any thread."""
         assert self._tiers is not None, "open_tiers() comes first"
-        return self._tiers.read(ids, out, are_states=are_states)
+        return self._tiers.read(read) if read.rank == self._rank_in_engine else None
+
+    @property
+    def _rank_in_engine(self) -> int:
+        return replace(self.world.rank, dp=0).index(self.config.parallel)
 
     # ---- weight updates
 

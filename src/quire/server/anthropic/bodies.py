@@ -205,6 +205,9 @@ class MessagesBody(CountBody):
     structured_outputs: dict[str, JsonValue] | None = None
     session_id: str | None = doc(SESSION_ID)
     vllm_xargs: ExtraArgs | None = doc(EXTRA_ARGS)
+    kv_transfer_params: dict[str, JsonValue] | None = doc(
+        "For prefill and decode in different engines (docs/disaggregation.md): the field of vLLM's proxies."
+    )
 
 
 # ---- replies
@@ -278,6 +281,7 @@ class MessageReply(BaseModel):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
+    kv_transfer_params: dict[str, Any] | None = doc("Only if the engine keeps the prefix for another one.")
 
 
 CountReply = reply_model("CountReply", "The answer of /v1/messages/count_tokens.", input_tokens=int)

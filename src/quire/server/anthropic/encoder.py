@@ -12,6 +12,7 @@ from quire.server.anthropic.errors import as_message_error
 from quire.server.http.errors import error_body
 from quire.server.http.sse import AnswerEncoder, event, quote
 from quire.server.openai.chat_request import ChatRequest
+from quire.server.openai.encoder import transfer_field
 from quire.server.openai.service import GenerationService
 
 Event = dict[str, Any]
@@ -190,7 +191,8 @@ class MessageEncoder(AnswerEncoder):
         content = content_of([*events, *self._blocks.end()])
         self._set_cached(output)
         usage = self._usage(len(completion.token_ids))
-        return self._message(content, self._stop_fields, usage)
+        message = self._message(content, self._stop_fields, usage)
+        return message | transfer_field(output)
 
     def _message(
         self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, Any]

@@ -13,7 +13,7 @@ from quire.server.openai.chat import prepare_chat
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_template
-from quire.server.openai.service import GenerationService, limit_long_bodies
+from quire.server.openai.service import GenerationService, limit_long_bodies, releases_prefix
 from quire.server.openai.work_size import off_loop
 
 
@@ -23,6 +23,7 @@ def add_message_routes(app: FastAPI, api: GenerationService) -> None:
     add_post(app, api, f"{path}/count_tokens", count_message_tokens, CountReply, error=MessageErrorReply)
 
 
+@releases_prefix
 async def create_message(api: GenerationService, body: MessagesBody, request: Request) -> Response:
     """Generate a message in Anthropic's format, whole or as a stream of events."""
     chat_body = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)

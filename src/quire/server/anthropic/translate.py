@@ -28,7 +28,7 @@ _COPIED_FIELDS = (
     "model", "truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt",
     "chat_template", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "min_tokens", "ignore_eos", "stop_token_ids",
-    "structured_outputs", "session_id", "vllm_xargs",
+    "structured_outputs", "session_id", "vllm_xargs", "kv_transfer_params",
 )  # fmt: skip
 """Fields that are copied unchanged."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

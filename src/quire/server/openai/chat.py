@@ -10,7 +10,7 @@ from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import chat_params, check_chat
-from quire.server.openai.service import GenerationService
+from quire.server.openai.service import GenerationService, releases_prefix
 from quire.server.openai.tools import read_tools
 from quire.server.openai.work_size import num_chars, off_loop, params_size
 
@@ -19,6 +19,7 @@ _MAX_STOPS = {"msg": 64}
 request ids (`msg`: /v1/messages)."""
 
 
+@releases_prefix
 async def create_chat_completion(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Create a chat completion, as one response or as a stream of events."""
     chat = await prepare_chat(api, body, request)

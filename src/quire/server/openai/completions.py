@@ -8,10 +8,11 @@ from quire.server.openai.completion_encoder import CompletionEncoder
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_generate, completion_params
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import ApiCall, GenerationService, releases_prefix
 from quire.server.openai.work_size import off_loop, params_size
 
 
+@releases_prefix
 async def create_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Create completions of one or more prompts, as one response or as a stream of events."""
     call = await begin_completion(api, body, request)

@@ -79,6 +79,12 @@ class ChunkEncoder(AnswerEncoder):
         }
 
 
+def transfer_field(output: RequestOutput) -> dict[str, Any]:
+    """Return the field of a reply that names the prefix kept for another engine; no field if none is kept."""
+    params = output.kv_transfer_params
+    return {} if params is None else {"kv_transfer_params": params}
+
+
 def routed_experts(output: CompletionOutput) -> dict[str, str]:
     """Return the field of a choice with the routed experts of its tokens, a numpy array in base64; no field
     if the engine did not return them."""

@@ -1,13 +1,14 @@
 """Shared code of the routes: the engine, its calls, and the usage and metrics of responses."""
 
 import asyncio
+import contextlib
 import hashlib
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,10 +19,11 @@ from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.outputs import RequestStateStats
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
 from quire.data.pooling import PoolingParams
-from quire.errors import RequestError
+from quire.errors import QuireError, RequestError
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import Prompt
+from quire.frontend.kv_transfer import readable_prefix
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
 from quire.server.http.in_flight import LONG_BYTES, MAX_LONG_BODIES, RunningRequests, num_body_bytes
@@ -38,6 +40,8 @@ from quire.server.settings import ServerSettings, parsers_of
 
 logger = get_logger(__name__)
 
+S = TypeVar("S")
+B = TypeVar("B")
 Params = SamplingParams | BeamSearchParams | PoolingParams
 Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
 """Handler of a route: (service, body, request) -> response."""
@@ -166,6 +170,13 @@ class GenerationService:
                 logger.info("Received request %s: params: %s, prompt: %r", call.id, params[0], shown)
         return call
 
+    async def release_prefix(self, transfer_params: Any) -> None:
+        """Let another engine release the prefix that it keeps for a refused request."""
+        prefix = readable_prefix(self.engine.inputs.validators, transfer_params)
+        if prefix is not None:
+            with contextlib.suppress(QuireError, TimeoutError):  # the client gets the error of its request
+                await self.engine.operation.release_prefix(prefix)
+
     def pauses(self) -> Pauses:
         return Pauses(lock=self._lock)
 
@@ -218,6 +229,26 @@ class GenerationService:
     def shorten(self, text: str | None) -> str:
         """Return the first `max_log_len` characters of a text, for a log line."""
         return (text or "")[: self.settings.log.max_log_len]
+
+
+def releases_prefix(
+    answer: Callable[[S, B, Request], Coroutine[Any, Any, Response]],
+) -> Callable[[S, B, Request], Coroutine[Any, Any, Response]]:
+    """Return the route handler `answer` with an addition: if it refuses a request, the engine that keeps the
+    prefix in the request's `kv_transfer_params` is told to release it."""
+
+    @wraps(answer)
+    async def releasing(service: S, body: B, request: Request) -> Response:
+        try:
+            return await answer(service, body, request)
+        except RequestError:
+            transfer_params = getattr(body, "kv_transfer_params", None)
+            if transfer_params is not None:
+                api: Any = getattr(service, "api", service)
+                await api.release_prefix(transfer_params)
+            raise
+
+    return releasing
 
 
 def limit_long_bodies(answer: Answer) -> Answer:

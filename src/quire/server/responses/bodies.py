@@ -199,6 +199,7 @@ class ResponseReply(BaseModel):
     previous_response_id: str | None
     store: bool
     background: bool
+    kv_transfer_params: dict[str, Any] | None = doc("Only if the engine keeps the prefix for another one.")
 
 
 class DeletedReply(BaseModel):

@@ -11,6 +11,7 @@ from quire.errors import RequestError
 from quire.server.http.errors import error_body
 from quire.server.http.sse import AnswerEncoder, event, quote
 from quire.server.openai.chat_request import ChatRequest
+from quire.server.openai.encoder import transfer_field
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
@@ -131,7 +132,7 @@ class ResponseEncoder(AnswerEncoder):
     def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         self.add_output(output)
-        return self.final_response()
+        return self.final_response() | transfer_field(output)
 
     def final_response(self) -> dict[str, Any]:
         """Return the response after all outputs were passed to `add_output`."""

@@ -16,7 +16,7 @@ from quire.server.openai.chat import prepare_chat
 from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.run_call import answer_call, stream_call
-from quire.server.openai.service import GenerationService
+from quire.server.openai.service import GenerationService, releases_prefix
 from quire.server.openai.work_size import off_loop
 from quire.server.responses.bodies import DeletedReply, ItemsReply, ResponseBody, ResponseReply
 from quire.server.responses.encoder import ResponseEncoder, fixed_fields
@@ -36,6 +36,7 @@ class Responses:
         limits = api.settings.responses
         self.store = None if limits is None else ResponseStore(limits)
 
+    @releases_prefix
     async def create_response(self, body: ResponseBody, request: Request) -> Response:
         """Answer a conversation of items, whole or as a stream of events."""
         check_body(body)

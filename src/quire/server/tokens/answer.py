@@ -17,7 +17,7 @@ from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_fields, check_stops, extra_args, output_limit
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import ApiCall, GenerationService, releases_prefix
 from quire.server.openai.work_size import num_chars, off_loop
 from quire.server.tokens.bodies import TokensBody
 
@@ -43,6 +43,7 @@ def public_params(params: SamplingParams) -> dict[str, Any]:
     }
 
 
+@releases_prefix
 async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, request: Request) -> Response:
     """Generate tokens after token ids, whole or as a stream of events."""
     model = await api.names.find(body.model, request, pools=False)

@@ -137,6 +137,23 @@ class CudaBlockCopies:
                 seconds += began.elapsed_time(copied) / 1e3
         return seconds
 
+    def read(self, ids: Sequence[int], out: Tensor | None = None) -> Tensor:
+        size = self.entries.entry_bytes
+        contents = torch.empty((len(ids), size), dtype=torch.uint8, pin_memory=True)
+        copied = torch.cuda.Event(blocking=True)
+        with self._lock, torch.cuda.stream(self._copy_stream):
+            places = copy_to_device(np.array(ids, np.int64), self.device)
+            count = len(self._load_buffers[0].memory)
+            for first in range(0, len(ids), count):
+                part, staging = places[first : first + count], self._load_buffers[0]
+                self._load_buffers.reverse()
+                blocks = self.entries.gather(part, staging.memory[: len(part)])
+                contents[first : first + count].copy_(blocks, non_blocking=True)
+                staging.used.record()
+            copied.record()
+        copied.synchronize()
+        return contents if out is None else out.copy_(contents)
+
     def begin_in(self) -> None:
         with self._lock:
             self._load_stream.wait_event(self._all_stored)
