@@ -88,7 +88,7 @@ def beside_a_long_prompt(engine: Engine, length: int, itl_s: float | None) -> tu
     """Return the mean time between tokens of 32 streams, and a line that compares it with that beside a long
     prompt."""
     streams = [SimulatedRequest(0.0, 200, 4000, 1.0) for _ in range(32)]
-    device = None if itl_s is None else SimulatedGpu((), 1.0, 1.0, itl_s)
+    device = None if itl_s is None else SimulatedGpu((), 0.0, 0.0, 1.0, 60.0, itl_s)
     long = SimulatedRequest(3.0, length, 1, 60.0)
     ended = engine.run([*streams, long], device, 60.0)
     first_s = long.token_times[0] if long.token_times else ended

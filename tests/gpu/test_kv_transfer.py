@@ -28,7 +28,7 @@ def test_answers_are_the_same_with_a_prefix_from_another_engine(
 ) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")
     monkeypatch.setenv("QUIRE_CLUSTER_TOKEN", "secret")
-    path, _ = make_tiny("qwen3", tmp_path / "model")
+    path, _ = make_tiny("qwen3", tmp_path / "model", max_position_embeddings=1024)
     alone, first, second = (
         opened(path, "bfloat16", enable_prefix_caching=True, **SETTINGS, **config)
         for config in (
@@ -49,7 +49,7 @@ def test_answers_are_the_same_with_a_prefix_from_another_engine(
 
 
 def test_entries_are_read_byte_by_byte_beside_the_steps(tmp_path: Path) -> None:
-    path, _ = make_tiny("qwen3", tmp_path / "model")
+    path, _ = make_tiny("qwen3", tmp_path / "model", max_position_embeddings=1024)
     llm = opened(path, "bfloat16", enable_prefix_caching=True, kv_offloading_size=0.25, **SETTINGS)
     tiers = llm.llm_engine.core.executor._worker._tiers
     copies = tiers.kinds[0].copies
