@@ -1,0 +1,106 @@
+"""Parts of JSON schemas, as far as positions in texts need them (`json_states.py`)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_REFERENCES = 32
+"""Most references that lead to one another."""
+_ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "$comment", "$defs", "definitions", "$schema", "$id")
+)
+
+
+class Node:
+    """A part of the schema."""
+
+    def __init__(self, kind: str = "any") -> None:
+        self.kind = kind
+        """`object`, `array`, `string`, `any` (no restriction), or `other`: known by its bytes alone."""
+        self.children: dict[str, Node] = {}
+        self.others: Node | None = None
+        """Node of the other properties of an object, or of the items of an array; None: see `child`."""
+        self.min, self.max = 0, None
+        """Limits of the length of a string in characters, or of an array in items."""
+        self.min_bytes = 1
+        """Least bytes of a value."""
+
+    @property
+    def is_counted(self) -> bool:
+        return self.min > 0 or self.max is not None
+
+    def property(self, key: bytes) -> tuple[str | None, "Node"]:
+        """Return the name, and the node of the value, of a property. None: the name is not in the schema."""
+        try:
+            name = json.loads(key)
+        except ValueError:  # cut characters
+            name = None
+        child = self.children.get(name)
+        return (None, self.others or ANY) if child is None else (name, child)
+
+
+ANY = Node()
+
+
+class SchemaReader:
+    """Reads the parts of a schema that can be followed; all others are known by their bytes."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._by_reference: dict[str, Node] = {}
+
+    def read(self, schema: Any, num_references: int = 0) -> Node:
+        node = Node("other")
+        if schema is True or schema == {}:
+            return ANY
+        if not isinstance(schema, dict):
+            return node
+        keywords = schema.keys() - _ANNOTATIONS
+        if keywords == {"$ref"} and isinstance(schema["$ref"], str) and num_references < _MAX_REFERENCES:
+            return self._follow(schema["$ref"], num_references + 1)
+        kind = schema.get("type")
+        if kind == "object" and keywords <= {"type", "properties", "required", "additionalProperties"}:
+            self._read_object(node, schema)
+        elif kind == "array" and keywords <= {"type", "items", "minItems", "maxItems"}:
+            node.kind, node.others = "array", self.read(schema.get("items", True))
+            node.min, node.max = int(schema.get("minItems", 0)), schema.get("maxItems")
+            node.min_bytes = 2 + node.min * node.others.min_bytes
+        elif kind == "string" and keywords <= {"type", "minLength", "maxLength"}:
+            node.kind = "string"
+            node.min, node.max = int(schema.get("minLength", 0)), schema.get("maxLength")
+            node.min_bytes = 2 + node.min
+        return node
+
+    def _follow(self, reference: str, num_references: int) -> Node:
+        """Return the node of a reference. The node exists before it is read, as it may contain itself."""
+        known = self._by_reference.get(reference)
+        if known is not None:
+            return known
+        target: Any = self._root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            target = target.get(part) if isinstance(target, dict) else None
+        if (
+            not reference.startswith("#")
+            or not isinstance(target, dict)
+            or "%" in reference
+            or "~" in reference
+        ):
+            return Node("other")
+        node = self._by_reference[reference] = Node("other")
+        read = self.read(target, num_references)
+        if read is ANY or "$ref" in target:
+            self._by_reference[reference] = read
+            return read
+        vars(node).update(vars(read))
+        return node
+
+    def _read_object(self, node: Node, schema: Mapping[str, Any]) -> None:
+        properties = schema.get("properties", {})
+        node.kind = "object"
+        others = schema.get("additionalProperties", True)
+        node.others = None if others is False else self.read(others)
+        node.children = {name: self.read(value) for name, value in properties.items()}
+        required = [name for name in schema.get("required", ()) if name in node.children]
+        node.min_bytes = 2 + sum(len(name) + 4 + node.children[name].min_bytes for name in required)
+        if not properties and node.others is ANY:
+            node.kind = "any" if not schema.get("required") else "object"

@@ -1,0 +1,175 @@
+"""Tests of remembered masks: they are those that the grammar would compute again."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.data.params import StructuredOutputsParams
+from quire.text import json_states
+from quire.text.grammar import Grammars, Vocabulary
+from quire.text.grammar_lexers import Matcher
+from quire.text.mask_memory import MaskMemory
+
+WORD = {"type": "string", "minLength": 2, "maxLength": 9}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": WORD,
+        "age": {"type": "integer"},
+        "kind": {"enum": ["a", "b", 'c"d']},
+        "tags": {"type": "array", "items": WORD, "maxItems": 3},
+        "note": {"type": "string"},
+        "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+        "parent": {"$ref": "#"},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "records": {"type": "array", "items": PERSON, "minItems": 3},
+    "map of numbers": {"type": "object", "additionalProperties": {"type": "number"}},
+    "names and others": {"type": "object", "properties": {"x": {"type": "null"}, "y": WORD}},
+    "anything": {},
+    "lists of lists": {
+        "type": "array",
+        "minItems": 2,
+        "maxItems": 4,
+        "items": {"type": "array", "maxItems": 2, "items": {"type": "boolean"}},
+    },
+    "choices": {"type": "array", "items": {"anyOf": [WORD, {"type": "integer"}, PERSON]}},
+    "references": {
+        "type": "array",
+        "items": {"$ref": "#/$defs/tree"},
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {
+                    "v": {"$ref": "#/$defs/v"},
+                    "sub": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+                },
+                "required": ["v"],
+            },
+            "v": {"type": "string", "maxLength": 4},
+        },
+    },
+    "first items": {"type": "array", "prefixItems": [{"type": "integer"}, WORD], "items": WORD},
+    "long text": {"type": "string", "minLength": 60, "maxLength": 400},
+}
+
+
+PARTS = r""""," ": "} }] },{ {" [" \u00 \n é 日本 \" "], 1, true null name tags :[ ab hello 00e9 \ud83d"""
+
+
+def make_vocabulary() -> Vocabulary:
+    """Return all bytes, and tokens that reach over several parts of a text."""
+    tokens = [b"", b"<eos>", *(bytes((byte,)) for byte in range(256))]
+    tokens += [part.encode() for part in PARTS.split(" ")] + [b", ", b"\n  ", b"\xe6\x97", b"a" * 20]
+    tokens = list(dict.fromkeys(tokens))
+    longest_first = sorted(range(2, len(tokens)), key=lambda token_id: -len(tokens[token_id]))
+
+    def encode(text: str) -> list[int]:
+        data, token_ids = text.encode(), []
+        while data:
+            token_ids.append(next(id for id in longest_first if data.startswith(tokens[id])))
+            data = data[len(tokens[token_ids[-1]]) :]
+        return token_ids
+
+    return Vocabulary(tokens, [0, 1], (1,), encode)
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return make_vocabulary()
+
+
+def masks_of(grammars: Grammars, matchers: list[Matcher]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the masks of a step, those that llguidance computes, and the number of remembered ones."""
+    pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
+    bits, fresh = (np.zeros((len(matchers), grammars.num_words), np.uint32) for _ in range(2))
+    rest = grammars.fill_remembered(pairs, bits)
+    if rest:
+        grammars.fill(rest, bits)
+    grammars._compute([(matcher.copy(), row) for row, matcher in enumerate(matchers)], fresh)
+    return bits, fresh, len(pairs) - len(rest)
+
+
+def follow(grammars: Grammars, params: StructuredOutputsParams, seed: int, num_rows: int = 5) -> float:
+    """Write random texts of a grammar, and check every mask and verdict. Return the remembered share."""
+    draw = random.Random(seed)
+    matchers = [grammars.compile(params) for _ in range(num_rows)]
+    num_masks, num_remembered = 0, 0
+    for _ in range(80):
+        bits, fresh, remembered = masks_of(grammars, matchers)
+        np.testing.assert_array_equal(bits, fresh)
+        num_masks += len(matchers)
+        num_remembered += remembered
+        moves = []
+        for matcher, mask in zip(matchers, bits, strict=True):
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            moves.append((matcher, int(draw.choice(allowed))))
+        copies = [(matcher.copy(), token_id) for matcher, token_id in moves]
+        expected = [Matcher(copy.inner, copy.lexer, None).advance(token_id) for copy, token_id in copies]
+        verdicts = grammars.advance(moves)
+        assert verdicts == expected
+        matchers = [
+            m if not verdict else grammars.compile(params)
+            for m, verdict in zip(matchers, verdicts, strict=True)
+        ]
+    return num_remembered / num_masks
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_remembered_masks_are_those_of_the_grammar(
+    vocabulary: Vocabulary, name: str, is_compact: bool
+) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    params = StructuredOutputsParams(json=SCHEMAS[name], disable_any_whitespace=is_compact)
+    for seed in range(3):
+        share = follow(grammars, params, seed)
+    assert share > (0.5 if name in ("records", "lists of lists", "references", "long text") else 0)
+
+
+def test_masks_are_right_when_positions_and_masks_are_dropped(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_states, "MAX_POSITIONS", 30)
+    grammars = Grammars(lambda: vocabulary)
+    grammars.open()
+    monkeypatch.setattr(grammars, "_masks", MaskMemory(grammars.num_words, 10 * 4 * grammars.num_words))
+    assert follow(grammars, StructuredOutputsParams(json=SCHEMAS["records"]), seed=1) > 0
+
+
+def test_other_constraints_are_not_remembered(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    for params in (
+        StructuredOutputsParams(json=PERSON, whitespace_pattern="[,x]*"),
+        StructuredOutputsParams(json=PERSON | {"x-guidance": {"item_separator": ";"}}),
+        StructuredOutputsParams(grammar='start: "a"+'),
+    ):
+        assert grammars.compile(params).mask_key is None
+
+
+def test_a_token_that_does_not_fit_ends_a_row_although_masks_are_remembered(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    params = StructuredOutputsParams(json=SCHEMAS["records"])
+    follow(grammars, params, seed=2)
+    matchers = [grammars.compile(params) for _ in range(4)]
+    masks_of(grammars, matchers)
+    opening, wrong = vocabulary.tokens.index(b"["), vocabulary.tokens.index(b"x")
+    verdicts = grammars.advance([(matchers[0], wrong), *((matcher, opening) for matcher in matchers[1:])])
+    assert verdicts == ["error", "", "", ""]
+
+
+def test_the_memory_of_masks_has_a_limit() -> None:
+    memory = MaskMemory(4, max_bytes=3 * 16)
+    for value in range(5):
+        memory.keep((value,), np.full(4, value, np.uint32))
+    assert [(value,) in memory for value in range(5)] == [False, False, True, True, True]
+    bits = np.zeros((3, 4), np.uint32)
+    assert memory.copy([(4,), None, (2,)], [0, 1, 2], bits) == [1]
+    assert bits[:, 0].tolist() == [4, 0, 2]
+    memory.keep((9,), np.full(4, 9, np.uint32))  # (3,) was not used for the longest time
+    assert [(value,) in memory for value in (2, 3, 4, 9)] == [True, False, True, True]
