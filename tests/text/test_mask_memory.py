@@ -121,15 +121,15 @@ def follow(grammars: Grammars, params: StructuredOutputsParams, seed: int, num_r
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("is_compact", [False, True])
+@pytest.mark.parametrize("spaces", [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " "}])
 def test_remembered_masks_are_those_of_the_grammar(
-    vocabulary: Vocabulary, name: str, is_compact: bool
+    vocabulary: Vocabulary, name: str, spaces: dict[str, Any]
 ) -> None:
     grammars = Grammars(lambda: vocabulary)
-    params = StructuredOutputsParams(json=SCHEMAS[name], disable_any_whitespace=is_compact)
+    params = StructuredOutputsParams(json=SCHEMAS[name], **spaces)
     for seed in range(3):
         share = follow(grammars, params, seed)
-    assert share > (0.5 if name in ("records", "lists of lists", "references", "long text") else 0)
+    assert share > (0.3 if name in ("records", "lists of lists", "references", "long text") else 0)
 
 
 def test_masks_are_right_when_positions_and_masks_are_dropped(

@@ -345,7 +345,7 @@ def _states_of(params: StructuredOutputsParams, tokens: TokenTable) -> JsonState
     """Return the positions in texts of the params; None: there are none, and masks are not remembered."""
     if params.json_object:
         return JsonStates({"type": "object"}, tokens)
-    if params.json is None or params.whitespace_pattern:
+    if params.json is None or (params.whitespace_pattern or "").strip(" "):
         return None
     schema = json.loads(params.json) if isinstance(params.json, str) else params.json
     if "x-guidance" in schema:
