@@ -30,6 +30,7 @@ from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_TEXTS = 8
 NUM_TOKENS = 200
+NUM_STEPS = 100
 REPEATS = 3
 PEOPLE = ["Alice", "Bob", "Carla", "Dmitri", "Eleanor", "Farid", "Hiroshi", "Ines", "Katarina", "Liam", "Mei"]
 PLACES = ["Berlin", "Paris", "London", "Springfield", "Kyoto", "Oslo", "Madrid", "Zürich", "Boston", "Lagos"]
@@ -100,7 +101,7 @@ def rows_of(grammars: Grammars, tokenizer: Tokenizer, kind: str, is_random: bool
             else None
             for draw in draws
         ]
-        num_steps = min(NUM_TOKENS, *(len(token_ids or range(NUM_TOKENS)) for token_ids in texts))
+        num_steps = min(NUM_STEPS, *(len(token_ids or range(NUM_STEPS)) for token_ids in texts))
         bits, spent, num_computed = np.zeros((num_rows, grammars.num_words), np.uint32), 0.0, 0
         for step in range(num_steps):
             started = time.process_time()

@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from quire.text.json_nodes import ANY, Node, SchemaReader
 
 MaskKey = tuple[int, ...]
@@ -36,12 +38,22 @@ class TokenTable(dict[int, tuple[bytes, int] | None]):
     def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int]) -> None:
         super().__init__(dict.fromkeys(special_ids))
         self._tokens = tokens
-        self.max_bytes = max((len(token) for token in tokens), default=0)
+        lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        self.max_bytes = int(lengths.max(initial=0))
         """Length of the longest token."""
+        spelled = np.frombuffer(b"".join(tokens), np.uint8)
+        is_other = (spelled < 0x20) | (spelled >= 0x7F) | (spelled == _QUOTE) | (spelled == _BACKSLASH)
+        num_others = np.concatenate([[0], np.cumsum(is_other)])
+        ends = np.cumsum(lengths)
+        self._is_ascii = (num_others[ends] == num_others[ends - lengths]).tolist()
+        """Whether a token has plain characters of ASCII only."""
 
     def __missing__(self, token_id: int) -> tuple[bytes, int] | None:
-        data = self._tokens[token_id] if 0 <= token_id < len(self._tokens) else None
-        self[token_id] = known = None if data is None else (data, _num_plain(data))
+        known = None
+        if 0 <= token_id < len(self._tokens):
+            data = self._tokens[token_id]
+            known = data, len(data) if self._is_ascii[token_id] else _num_plain(data)
+        self[token_id] = known
         return known
 
 
