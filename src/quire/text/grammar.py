@@ -20,7 +20,7 @@ from quire.data.params import StructuredOutputsParams
 from quire.data.step_plan import Verdict
 from quire.errors import RequestError
 from quire.text.grammar_lexers import MAX_BYTES, MAX_LEXER_STATES, Lexer, LexerCache, Lexers, Matcher, shorten
-from quire.text.json_states import JsonStates, TokenTable
+from quire.text.json_states import JsonStates, TokenSpellings
 from quire.text.mask_memory import MaskMemory
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
@@ -121,7 +121,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._tokens = TokenTable((), ())
+        self._tokens = TokenSpellings((), ())
         self._threads: ThreadPoolExecutor | None = None
         self._is_slow = False
         """Whether the masks of the last step took long to fill (SLOW_FILL_S)."""
@@ -272,7 +272,7 @@ class Grammars:
             if self._tokenizer is None:
                 try:
                     vocabulary = self._vocabulary()
-                    self._tokens = TokenTable(vocabulary.tokens, vocabulary.special_ids)
+                    self._tokens = TokenSpellings(vocabulary.tokens, vocabulary.special_ids)
                     self._tokenizer = vocabulary.open()
                 except ValueError as error:
                     raise _refusal(
@@ -344,7 +344,7 @@ def _from_schema(schema: Any, params: StructuredOutputsParams) -> str:
     )
 
 
-def _states_of(params: StructuredOutputsParams, tokens: TokenTable) -> JsonStates | None:
+def _states_of(params: StructuredOutputsParams, tokens: TokenSpellings) -> JsonStates | None:
     """Return the positions in texts of the params; None: there are none, and masks are not remembered."""
     if params.json_object:
         return JsonStates({"type": "object"}, tokens)

@@ -168,7 +168,7 @@ class Lexers:
 
     @property
     def states(self) -> JsonStates | None:
-        """Positions in texts of the grammar."""
+        """Return the positions in texts of the grammar, which its lexers share."""
         return self._all[0].states if self._all else None
 
     def new_matcher(self) -> Matcher | None:

@@ -11,15 +11,15 @@ _ANNOTATIONS = frozenset(
 )
 
 
-class Node:
+class SchemaNode:
     """A part of the schema."""
 
     def __init__(self, kind: str = "any") -> None:
         self.kind = kind
         """`object`, `array`, `string`, `any` (no restriction), or `other`: known by its bytes alone."""
-        self.children: dict[str, Node] = {}
-        self.others: Node | None = None
-        """Node of the other properties of an object, or of the items of an array; None: see `child`."""
+        self.children: dict[str, SchemaNode] = {}
+        self.others: SchemaNode | None = None
+        """SchemaNode of the other properties of an object, or of the items of an array; None: see `child`."""
         self.min, self.max = 0, None
         """Limits of the length of a string in characters, or of an array in items."""
         self.min_bytes = 1
@@ -29,7 +29,7 @@ class Node:
     def is_counted(self) -> bool:
         return self.min > 0 or self.max is not None
 
-    def property(self, key: bytes) -> tuple[str | None, "Node"]:
+    def property(self, key: bytes) -> tuple[str | None, "SchemaNode"]:
         """Return the name, and the node of the value, of a property. None: the name is not in the schema."""
         try:
             name = json.loads(key)
@@ -39,7 +39,7 @@ class Node:
         return (None, self.others or ANY) if child is None else (name, child)
 
 
-ANY = Node()
+ANY = SchemaNode()
 
 
 class SchemaReader:
@@ -47,10 +47,10 @@ class SchemaReader:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._by_reference: dict[str, Node] = {}
+        self._by_reference: dict[str, SchemaNode] = {}
 
-    def read(self, schema: Any, num_references: int = 0) -> Node:
-        node = Node("other")
+    def read(self, schema: Any, num_references: int = 0) -> SchemaNode:
+        node = SchemaNode("other")
         if schema is True or schema == {}:
             return ANY
         if not isinstance(schema, dict):
@@ -71,7 +71,7 @@ class SchemaReader:
             node.min_bytes = 2 + node.min
         return node
 
-    def _follow(self, reference: str, num_references: int) -> Node:
+    def _follow(self, reference: str, num_references: int) -> SchemaNode:
         """Return the node of a reference. The node exists before it is read, as it may contain itself."""
         known = self._by_reference.get(reference)
         if known is not None:
@@ -85,8 +85,8 @@ class SchemaReader:
             or "%" in reference
             or "~" in reference
         ):
-            return Node("other")
-        node = self._by_reference[reference] = Node("other")
+            return SchemaNode("other")
+        node = self._by_reference[reference] = SchemaNode("other")
         read = self.read(target, num_references)
         if read is ANY or "$ref" in target:
             self._by_reference[reference] = read
@@ -94,7 +94,7 @@ class SchemaReader:
         vars(node).update(vars(read))
         return node
 
-    def _read_object(self, node: Node, schema: Mapping[str, Any]) -> None:
+    def _read_object(self, node: SchemaNode, schema: Mapping[str, Any]) -> None:
         properties = schema.get("properties", {})
         node.kind = "object"
         others = schema.get("additionalProperties", True)

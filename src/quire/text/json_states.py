@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.text.json_nodes import ANY, Node, SchemaReader
+from quire.text.json_nodes import ANY, SchemaNode, SchemaReader
 
 MaskKey = tuple[int, ...]
 """Name of a mask: positions with equal keys, in any text of the process, allow the same tokens."""
@@ -31,7 +31,7 @@ _OPENING, _CLOSING = frozenset(b"{["), frozenset(b"}]")
 _VALUE, _STRING, _SCALAR, _OPAQUE, _KEY, _IN_KEY, _COLON_NEXT, _AFTER, _END = range(9)
 
 
-class TokenTable(dict[int, tuple[bytes, int] | None]):
+class TokenSpellings(dict[int, tuple[bytes, int] | None]):
     """By token id: the bytes of the token, and the number of its characters if all of them are plain
     characters of JSON strings, otherwise 0. None: the token is no text."""
 
@@ -69,18 +69,18 @@ def _num_plain(data: bytes) -> int:
 class _Frame(NamedTuple):
     """An object or array around a position."""
 
-    node: Node
+    node: SchemaNode
     is_array: bool
     keys: tuple[str | None, ...] = ()
     """Names so far of an object's properties; None for any number of those without a name in the schema."""
 
 
 class _Place(NamedTuple):
-    """What is known of a position, but for the numbers of items of the arrays around it."""
+    """Description of a position, without the numbers of items of the arrays around it."""
 
     where: int
-    node: Node
-    """Node of the value, of the value before or after."""
+    node: SchemaNode
+    """SchemaNode of the value, of the value before or after."""
     frames: tuple[_Frame, ...]
     raw: bytes
     """Bytes of the current part that are not summarized otherwise."""
@@ -117,7 +117,7 @@ class Position:
 class JsonStates:
     """Positions in the texts of one schema. Only valid texts are followed: nothing is checked here."""
 
-    def __init__(self, schema: Mapping[str, Any], tokens: TokenTable) -> None:
+    def __init__(self, schema: Mapping[str, Any], tokens: TokenSpellings) -> None:
         self.tokens = tokens
         self._reach = tokens.max_bytes
         """Masks depend on continuations of the length of the longest token."""
@@ -237,7 +237,7 @@ class TextPosition:
         return TextPosition(self._states, self._position, list(self._counts))
 
 
-def _left(node: Node, count: int, reach: int) -> tuple[int, int]:
+def _left(node: SchemaNode, count: int, reach: int) -> tuple[int, int]:
     """Return how many more characters or items are needed and allowed, at most `reach`, which no token
     exceeds."""
     return (
