@@ -54,6 +54,21 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "v": {"type": "string", "maxLength": 4},
         },
     },
+    "names of parts": {
+        "type": "array",
+        "items": {"$ref": "#tree"},
+        "$defs": {"tree": {"$anchor": "tree", "type": "string", "maxLength": 4}},
+    },
+    "parts with an address": {
+        "type": "array",
+        "items": {
+            "$id": "https://example.org/part",
+            "type": "array",
+            "items": {"$ref": "#/$defs/v"},
+            "$defs": {"v": {"type": "boolean"}},
+        },
+        "$defs": {"v": {"type": "string", "maxLength": 4}},
+    },
     "first items": {"type": "array", "prefixItems": [{"type": "integer"}, WORD], "items": WORD},
     "long text": {"type": "string", "minLength": 60, "maxLength": 400},
 }

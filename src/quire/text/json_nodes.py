@@ -56,6 +56,8 @@ class SchemaReader:
         if not isinstance(schema, dict):
             return node
         keywords = schema.keys() - _ANNOTATIONS
+        if "$id" in schema and schema is not self._root:  # it has references of its own
+            return node
         if keywords == {"$ref"} and isinstance(schema["$ref"], str) and num_references < _MAX_REFERENCES:
             return self._follow(schema["$ref"], num_references + 1)
         kind = schema.get("type")
@@ -76,15 +78,8 @@ class SchemaReader:
         known = self._by_reference.get(reference)
         if known is not None:
             return known
-        target: Any = self._root
-        for part in reference.removeprefix("#").split("/")[1:]:
-            target = target.get(part) if isinstance(target, dict) else None
-        if (
-            not reference.startswith("#")
-            or not isinstance(target, dict)
-            or "%" in reference
-            or "~" in reference
-        ):
+        target = self._target(reference)
+        if target is None:
             return SchemaNode("other")
         node = self._by_reference[reference] = SchemaNode("other")
         read = self.read(target, num_references)
@@ -93,6 +88,17 @@ class SchemaReader:
             return read
         vars(node).update(vars(read))
         return node
+
+    def _target(self, reference: str) -> Mapping[str, Any] | None:
+        """Return the schema of a reference within the document; None for anchors and other references."""
+        if reference != "#" and not reference.startswith("#/") or "%" in reference or "~" in reference:
+            return None
+        target: Any = self._root
+        for part in reference.split("/")[1:]:
+            target = target.get(part) if isinstance(target, dict) else None
+            if not isinstance(target, dict) or "$id" in target or "id" in target:
+                return None
+        return target  # type: ignore[no-any-return]
 
     def _read_object(self, node: SchemaNode, schema: Mapping[str, Any]) -> None:
         properties = schema.get("properties", {})
