@@ -10,6 +10,7 @@ from quire.data.params import StructuredOutputsParams
 from quire.text import json_states
 from quire.text.grammar import Grammars, Vocabulary
 from quire.text.grammar_lexers import Matcher
+from quire.text.json_nodes import SchemaReader
 from quire.text.mask_memory import MaskMemory
 
 WORD = {"type": "string", "minLength": 2, "maxLength": 9}
@@ -145,6 +146,85 @@ def test_remembered_masks_are_those_of_the_grammar(
     for seed in range(3):
         share = follow(grammars, params, seed)
     assert share > (0.3 if name in ("records", "lists of lists", "references", "long text") else 0)
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        pytest.param(
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "type": "array",
+                "items": [{"type": "null"}, {"type": "string"}, {"type": "integer"}],
+            },
+            ['[null,"",3]'],
+            id="a schema for each item",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"a": WORD}, "required": ["b", "c"]},
+            ['{"b":1,"c":2,"d":3}'],
+            id="required properties without a schema",
+        ),
+        pytest.param(
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}},
+                "additionalProperties": {"type": "string"},
+            },
+            ['{"a":1}', r'{"\u0061":"x"}'],
+            id="another spelling of a name",
+        ),
+    ],
+)
+def test_different_positions_are_told_apart(
+    vocabulary: Vocabulary, schema: dict[str, Any], texts: list[str]
+) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    for text in texts:
+        matcher = grammars.compile(StructuredOutputsParams(json=schema))
+        for byte in text.encode():
+            bits, fresh, _ = masks_of(grammars, [matcher])
+            np.testing.assert_array_equal(bits, fresh)
+            assert grammars.advance([(matcher, vocabulary.tokens.index(bytes((byte,))))])[0] != "error"
+
+
+def test_values_are_not_taken_for_longer_than_they_may_be() -> None:
+    """Catches a limit of items that a long token reaches, but that its mask is not distinguished by."""
+    item = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for schema, text in (
+        (item, '{"a":1}'),
+        ({"type": "array", "items": item, "minItems": 2}, '[{"a":1},{"a":1}]'),
+    ):
+        assert SchemaReader(schema).read(schema).min_bytes <= len(text)
+
+
+def test_drafts_that_do_not_fit_are_refused(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    matcher = grammars.compile(StructuredOutputsParams(json=SCHEMAS["records"]))
+    for part in (b"]", b"}", b"},{", b'"}'):
+        assert matcher.copy().advance(vocabulary.tokens.index(part)) == "error"
+    assert matcher.advance(vocabulary.tokens.index(b"[")) == ""
+
+
+def test_a_mask_of_a_failed_grammar_is_not_that_of_others(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    failed, other = (grammars.compile(StructuredOutputsParams(json=PERSON)) for _ in range(2))
+    failed.inner.consume_token(vocabulary.tokens.index(b"]"))
+    bits, fresh, _ = masks_of(grammars, [failed, other])
+    assert failed.inner.is_error() and not other.inner.is_error()
+    np.testing.assert_array_equal(bits, fresh)
+
+
+def test_texts_that_do_not_repeat_are_not_followed(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_states, "MAX_NEW_STEPS", 100)
+    grammars = Grammars(lambda: vocabulary)
+    numbers, words = ({"type": "array", "items": {"type": kind}} for kind in ("number", "string"))
+    for schema in (numbers, words):
+        follow(grammars, StructuredOutputsParams(json=schema), seed=1)
+    assert grammars.compile(StructuredOutputsParams(json=numbers)).mask_key is None
+    assert grammars.compile(StructuredOutputsParams(json=words)).mask_key is not None
 
 
 def test_masks_are_right_when_positions_and_masks_are_dropped(

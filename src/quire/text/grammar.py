@@ -192,19 +192,19 @@ class Grammars:
         if bits.shape[1] != self.num_words:
             self._compute(matchers, bits)
             return
-        rows_by_key: dict[object, list[int]] = {}
-        firsts = []
+        by_key: dict[object, list[tuple[Matcher, int]]] = {}
         for matcher, row in matchers:
             key = matcher.mask_key
-            same = rows_by_key.setdefault((None, row) if key is None else key, [])
-            if not same:
-                firsts.append((matcher, row))
-            same.append(row)
-        self._compute(firsts, bits)
-        for (matcher, row), rows in zip(firsts, rows_by_key.values(), strict=True):
-            bits[rows[1:]] = bits[row]
+            by_key.setdefault((None, row) if key is None else key, []).append((matcher, row))
+        self._compute([same[0] for same in by_key.values()], bits)
+        for (matcher, row), *others in by_key.values():
             key = matcher.mask_key
-            if key is not None and not matcher.inner.is_error():
+            if key is None:
+                continue
+            if matcher.inner.is_error() or matcher.inner.is_stopped():  # others may be within the limits
+                self._compute(others, bits)
+            else:
+                bits[[other for _, other in others]] = bits[row]
                 self._masks.keep(key, bits[row])
 
     def _compute(self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]) -> None:

@@ -151,7 +151,7 @@ class Lexer:
         """Return a matcher for one more sequence."""
         self._num_sequences += 1
         self.is_spent |= self._num_sequences >= MAX_SEQUENCES_PER_LEXER
-        text = None if self.states is None else self.states.start()
+        text = self.states.start() if self.states is not None and self.states.is_useful else None
         return Matcher(self._start.deep_copy(), self, text)
 
 

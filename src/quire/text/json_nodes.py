@@ -17,7 +17,8 @@ class SchemaNode:
     def __init__(self, kind: str = "any") -> None:
         self.kind = kind
         """`object`, `array`, `string`, `any` (no restriction), or `other`: known by its bytes alone."""
-        self.children: dict[str, SchemaNode] = {}
+        self.children: dict[bytes, SchemaNode] = {}
+        """Nodes of the properties that the schema names, by their keys in the text."""
         self.others: SchemaNode | None = None
         """SchemaNode of the other properties of an object, or of the items of an array; None: see `child`."""
         self.min, self.max = 0, None
@@ -29,14 +30,11 @@ class SchemaNode:
     def is_counted(self) -> bool:
         return self.min > 0 or self.max is not None
 
-    def property(self, key: bytes) -> tuple[str | None, "SchemaNode"]:
-        """Return the name, and the node of the value, of a property. None: the name is not in the schema."""
-        try:
-            name = json.loads(key)
-        except ValueError:  # cut characters
-            name = None
-        child = self.children.get(name)
-        return (None, self.others or ANY) if child is None else (name, child)
+    def property(self, key: bytes) -> tuple[bytes | None, "SchemaNode"]:
+        """Return the key, and the node of the value, of a property. None: the key is not in the schema. Any
+        other spelling of its name (`"\\u0061"` of `"a"`) is a different property for llguidance."""
+        child = self.children.get(key)
+        return (None, self.others or ANY) if child is None else (key, child)
 
 
 ANY = SchemaNode()
@@ -63,7 +61,11 @@ class SchemaReader:
         kind = schema.get("type")
         if kind == "object" and keywords <= {"type", "properties", "required", "additionalProperties"}:
             self._read_object(node, schema)
-        elif kind == "array" and keywords <= {"type", "items", "minItems", "maxItems"}:
+        elif (
+            kind == "array"
+            and keywords <= {"type", "items", "minItems", "maxItems"}
+            and not isinstance(schema.get("items"), list)  # before draft 2020-12: a schema for each item
+        ):
             node.kind, node.others = "array", self.read(schema.get("items", True))
             node.min, node.max = int(schema.get("minItems", 0)), schema.get("maxItems")
             node.min_bytes = 2 + node.min * node.others.min_bytes
@@ -105,8 +107,14 @@ class SchemaReader:
         node.kind = "object"
         others = schema.get("additionalProperties", True)
         node.others = None if others is False else self.read(others)
-        node.children = {name: self.read(value) for name, value in properties.items()}
-        required = [name for name in schema.get("required", ()) if name in node.children]
-        node.min_bytes = 2 + sum(len(name) + 4 + node.children[name].min_bytes for name in required)
-        if not properties and node.others is ANY:
-            node.kind = "any" if not schema.get("required") else "object"
+        node.children = {_spelled(name): self.read(value) for name, value in properties.items()}
+        required = {_spelled(name) for name in schema.get("required", ())}
+        for key in required:  # one of the other properties, but only this one meets the requirement
+            node.children.setdefault(key, node.others or ANY)
+        node.min_bytes = 1 + sum(len(key) + 2 + node.children[key].min_bytes for key in required)
+        if not node.children and node.others is ANY:
+            node.kind = "any"
+
+
+def _spelled(name: str) -> bytes:
+    return json.dumps(name, ensure_ascii=False).encode()

@@ -19,6 +19,8 @@ _POSITION_BYTES, _STEP_BYTES = 1 << 10, 256
 MAX_RAW_BYTES = 48
 """Masks are remembered at positions inside a number, an enum, a key and similar, which are known by their
 bytes, only up to this number of bytes: longer ones are hardly ever seen twice."""
+MAX_NEW_STEPS = 2048
+"""Number of steps that no text took before, after which following stops if they were three of four."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1F\x7F]+')
 _SPACES = {32: b" ", 9: b" ", 13: b"\n", 10: b"\n"}
 """White space, and what it is kept as: the patterns of white space have all kinds in two classes."""
@@ -71,8 +73,8 @@ class _Frame(NamedTuple):
 
     node: SchemaNode
     is_array: bool
-    keys: tuple[str | None, ...] = ()
-    """Names so far of an object's properties; None for any number of those without a name in the schema."""
+    keys: tuple[bytes | None, ...] = ()
+    """Keys so far of an object's properties; None for any number of those that are not in the schema."""
 
 
 class _Place(NamedTuple):
@@ -115,7 +117,7 @@ class Position:
 
 
 class JsonStates:
-    """Positions in the texts of one schema. Only valid texts are followed: nothing is checked here."""
+    """Positions in the texts of one schema. They are right for valid texts: hardly anything is checked."""
 
     def __init__(self, schema: Mapping[str, Any], tokens: TokenSpellings) -> None:
         self.tokens = tokens
@@ -124,6 +126,10 @@ class JsonStates:
         self._positions: dict[_Place, Position] = {}
         self._mask_ids: dict[object, int] = {}
         self._num_steps = 0
+        self.num_tokens, self._num_new = 0, 0
+        """Tokens of all texts, and steps that no text took before, since their share was checked last."""
+        self.is_useful = True
+        """Whether texts reach positions again. If not, they are not followed any more."""
         self._start = _Place(_VALUE, SchemaReader(schema).read(schema), (), b"")
 
     def start(self) -> "TextPosition":
@@ -135,14 +141,24 @@ class JsonStates:
         """Estimate the bytes of all positions."""
         return _POSITION_BYTES * len(self._positions) + _STEP_BYTES * self._num_steps
 
-    def after(self, position: Position, token_id: int, data: bytes) -> tuple[Position, tuple[int, ...]]:
+    def after(
+        self, position: Position, token_id: int, data: bytes
+    ) -> tuple[Position, tuple[int, ...]] | None:
         """Return the position after a token with the bytes `data`, and the changes of the arrays around it:
-        1 for a new array, 0 for one more item of the innermost, -1 for its end."""
+        1 for a new array, 0 for one more item of the innermost, -1 for its end. None: the token does not fit
+        (drafts are arbitrary)."""
         place, changes = position.place, list[int]()
-        for byte in data:
-            place = _STEPS[place.where](place, byte, changes)
+        try:
+            for byte in data:
+                place = _STEPS[place.where](place, byte, changes)
+        except IndexError:  # the end of an object or array that has not begun
+            return None
         after = position.after[token_id] = self._position(place), tuple(changes)
         self._num_steps += 1
+        self._num_new += 1
+        if self._num_new >= MAX_NEW_STEPS:
+            self.is_useful = 4 * self._num_new <= 3 * self.num_tokens
+            self.num_tokens, self._num_new = 0, 0
         return after
 
     def after_chars(self, position: Position, num_chars: int) -> Position:
@@ -170,7 +186,7 @@ class JsonStates:
 
     def _forget(self) -> None:
         """Drop all positions. Texts keep theirs, without the steps to others."""
-        for position in self._positions.values():
+        for position in list(self._positions.values()):  # threads that compile may add to them
             position.after.clear()
             position.after_chars.clear()
         self._positions.clear()
@@ -197,18 +213,20 @@ class TextPosition:
         self._name_mask()
 
     def advance(self, token_id: int) -> bool:
-        """Move on by a token. Return False for tokens that are no text."""
+        """Move on by a token. Return False if the text is not followed any more."""
         token = self._tokens[token_id]
-        if token is None:
+        if token is None or not self._states.is_useful:
             return False
+        self._states.num_tokens += 1
         data, num_plain = token
         if num_plain and self._position.is_plain:
             after = self._position.after_chars.get(num_plain)
             self._position = after or self._states.after_chars(self._position, num_plain)
         else:
-            self._position, changes = self._position.after.get(token_id) or self._states.after(
-                self._position, token_id, data
-            )
+            step = self._position.after.get(token_id) or self._states.after(self._position, token_id, data)
+            if step is None:
+                return False
+            self._position, changes = step
             if changes:
                 self._change_arrays(changes)
         self._name_mask()
@@ -362,9 +380,9 @@ def _in_key(place: _Place, byte: int, changes: list[int]) -> _Place:
     if byte != _QUOTE or _is_escaped(place.raw):
         return _more(place, byte)
     frame = place.frames[-1]
-    name, child = frame.node.property(place.raw + b'"')
-    if frame.node.kind == "object" and frame.keys[-1:] != (name,):
-        frame = frame._replace(keys=(*frame.keys, name))
+    key, child = frame.node.property(place.raw + b'"')
+    if frame.node.kind == "object" and frame.keys[-1:] != (key,):
+        frame = frame._replace(keys=(*frame.keys, key))
     return _Place(_COLON_NEXT, child, (*place.frames[:-1], frame), b"")
 
 
