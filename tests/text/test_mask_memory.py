@@ -9,7 +9,7 @@ import pytest
 from quire.data.params import StructuredOutputsParams
 from quire.text import json_states
 from quire.text.grammar import Grammars, Vocabulary
-from quire.text.grammar_lexers import Matcher
+from quire.text.grammar_lexers import MAX_SEQUENCES_PER_LEXER, Matcher
 from quire.text.json_nodes import SchemaReader
 from quire.text.mask_memory import MaskMemory
 
@@ -196,6 +196,47 @@ def test_values_are_not_taken_for_longer_than_they_may_be() -> None:
         ({"type": "array", "items": item, "minItems": 2}, '[{"a":1},{"a":1}]'),
     ):
         assert SchemaReader(schema).read(schema).min_bytes <= len(text)
+
+
+def test_masks_are_remembered_after_many_sequences(vocabulary: Vocabulary) -> None:
+    """Catches positions that are lost with the last lexer, which only a number of sequences use."""
+    grammars = Grammars(lambda: vocabulary)
+    params = StructuredOutputsParams(json=PERSON)
+    keys = {grammars.compile(params).mask_key for _ in range(MAX_SEQUENCES_PER_LEXER + 3)}
+    assert len(keys) == 1 and None not in keys
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "rest"),
+    [
+        ({}, "[" * 400, ""),
+        ({"type": ["string", "null"]}, '"' + "ab" * 300, r"\\\"\\\\" + '"'),
+        (
+            {"type": "array", "items": {"anyOf": [PERSON, {"type": "null"}]}},
+            '[{"name":"ab","tags":[],"note":"',
+            'x"}]',
+        ),
+        ({"type": "object", "additionalProperties": {"type": "null"}}, '{"' + "ab" * 300, '":null}'),
+        (
+            {"type": "object", "properties": {"a" * 60: {"type": "null"}, "a" * 61: WORD}},
+            '{"',
+            "a" * 61 + '":"ab"}',
+        ),
+    ],
+)
+def test_long_and_deep_texts_take_no_more_memory(
+    vocabulary: Vocabulary, schema: dict[str, Any], text: str, rest: str
+) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    matcher = grammars.compile(StructuredOutputsParams(json=schema))
+    states = matcher.lexer.states
+    assert states is not None
+    for byte in (text + rest).encode():
+        bits, fresh, _ = masks_of(grammars, [matcher])
+        np.testing.assert_array_equal(bits, fresh)
+        assert grammars.advance([(matcher, vocabulary.tokens.index(bytes((byte,))))])[0] != "error"
+    assert max(len(place.raw) + len(place.frames) for place in states._positions) < 150
+    assert len(states._positions) < 150
 
 
 def test_drafts_that_do_not_fit_are_refused(vocabulary: Vocabulary) -> None:

@@ -161,15 +161,12 @@ class Lexers:
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
         """Source text of the grammar that the lexers are compiled from."""
+        self.states: JsonStates | None = None
+        """Positions in texts of the grammar, which its lexers share."""
         self._all: list[Lexer] = []
 
     def __len__(self) -> int:
         return len(self._all)
-
-    @property
-    def states(self) -> JsonStates | None:
-        """Return the positions in texts of the grammar, which its lexers share."""
-        return self._all[0].states if self._all else None
 
     def new_matcher(self) -> Matcher | None:
         """Return a matcher for a new sequence, or None if another lexer should be compiled for it."""
@@ -181,6 +178,7 @@ class Lexers:
         return None if least_used.users and compile_s < MAX_COMPILE_S else least_used.new_matcher()
 
     def add(self, lexer: Lexer) -> None:
+        self.states = lexer.states
         self._all.append(lexer)
 
     def drop(self) -> None:

@@ -19,6 +19,8 @@ class SchemaNode:
         """`object`, `array`, `string`, `any` (no restriction), or `other`: known by its bytes alone."""
         self.children: dict[bytes, SchemaNode] = {}
         """Nodes of the properties that the schema names, by their keys in the text."""
+        self.max_key_bytes = 0
+        """Length of the longest of these keys."""
         self.others: SchemaNode | None = None
         """SchemaNode of the other properties of an object, or of the items of an array; None: see `child`."""
         self.min, self.max = 0, None
@@ -111,6 +113,7 @@ class SchemaReader:
         required = {_spelled(name) for name in schema.get("required", ())}
         for key in required:  # one of the other properties, but only this one meets the requirement
             node.children.setdefault(key, node.others or ANY)
+        node.max_key_bytes = max(map(len, node.children), default=0)
         node.min_bytes = 1 + sum(len(key) + 2 + node.children[key].min_bytes for key in required)
         if not node.children and node.others is ANY:
             node.kind = "any"

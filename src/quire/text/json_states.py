@@ -21,6 +21,10 @@ MAX_RAW_BYTES = 48
 bytes, only up to this number of bytes: longer ones are hardly ever seen twice."""
 MAX_NEW_STEPS = 2048
 """Number of steps that no text took before, after which following stops if they were three of four."""
+_LONG = b"." * (MAX_RAW_BYTES + 1)
+"""Bytes that stand for longer ones, which cost memory and are not remembered."""
+MAX_DEPTH = 64
+"""Objects and arrays around a position, above which texts are not followed."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1F\x7F]+')
 _SPACES = {32: b" ", 9: b" ", 13: b"\n", 10: b"\n"}
 """White space, and what it is kept as: the patterns of white space have all kinds in two classes."""
@@ -146,12 +150,14 @@ class JsonStates:
     ) -> tuple[Position, tuple[int, ...]] | None:
         """Return the position after a token with the bytes `data`, and the changes of the arrays around it:
         1 for a new array, 0 for one more item of the innermost, -1 for its end. None: the token does not fit
-        (drafts are arbitrary)."""
+        (drafts are arbitrary), or the nesting is too deep."""
         place, changes = position.place, list[int]()
         try:
             for byte in data:
                 place = _STEPS[place.where](place, byte, changes)
         except IndexError:  # the end of an object or array that has not begun
+            return None
+        if len(place.frames) > MAX_DEPTH:
             return None
         after = position.after[token_id] = self._position(place), tuple(changes)
         self._num_steps += 1
@@ -159,6 +165,8 @@ class JsonStates:
         if self._num_new >= MAX_NEW_STEPS:
             self.is_useful = 4 * self._num_new <= 3 * self.num_tokens
             self.num_tokens, self._num_new = 0, 0
+            if not self.is_useful:
+                self._forget()
         return after
 
     def after_chars(self, position: Position, num_chars: int) -> Position:
@@ -274,8 +282,11 @@ def _summary(place: _Place, reach: int) -> object:
 # ---- one byte
 
 
-def _more(place: _Place, byte: int) -> _Place:
-    return place._replace(raw=place.raw + bytes((byte,)))
+def _more(place: _Place, byte: int, max_bytes: int = MAX_RAW_BYTES) -> _Place:
+    raw = place.raw + bytes((byte,))
+    if len(raw) > max_bytes or place.where == _OPAQUE:
+        raw = _LONG + b"\\" * _is_escaped(raw)
+    return place._replace(raw=raw)
 
 
 def _space(place: _Place, byte: int) -> _Place:
@@ -377,9 +388,9 @@ def _before_key(place: _Place, byte: int, changes: list[int]) -> _Place:
 
 
 def _in_key(place: _Place, byte: int, changes: list[int]) -> _Place:
-    if byte != _QUOTE or _is_escaped(place.raw):
-        return _more(place, byte)
     frame = place.frames[-1]
+    if byte != _QUOTE or _is_escaped(place.raw):
+        return _more(place, byte, max(MAX_RAW_BYTES, frame.node.max_key_bytes))
     key, child = frame.node.property(place.raw + b'"')
     if frame.node.kind == "object" and frame.keys[-1:] != (key,):
         frame = frame._replace(keys=(*frame.keys, key))
