@@ -1,6 +1,7 @@
 """Tests of remembered masks: they are those that the grammar would compute again."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,27 @@ def test_values_are_not_taken_for_longer_than_they_may_be() -> None:
         ({"type": "array", "items": item, "minItems": 2}, '[{"a":1},{"a":1}]'),
     ):
         assert SchemaReader(schema).read(schema).min_bytes <= len(text)
+
+
+def test_forced_tokens_depend_on_the_token_before(vocabulary: Vocabulary) -> None:
+    """Catches the usual tokens of a forced text after one token that are remembered for another."""
+
+    def encode(text: str) -> list[int]:
+        if not text.startswith('"'):
+            return vocabulary.encode(text)
+        return [vocabulary.tokens.index(bytes((byte,))) for byte in text.encode()]
+
+    grammars = Grammars(lambda: replace(vocabulary, encode=encode))
+    schema = {"type": "object", "properties": {"name": WORD}, "required": ["name"]}
+    orders = [[b'{"'], [b"{", b'"']] * 2
+    params = StructuredOutputsParams(json=schema)
+    matchers = [grammars.compile(params) for _ in range(4)]
+    for matcher, parts in zip(matchers, orders, strict=True):
+        assert not any(matcher.advance(vocabulary.tokens.index(part)) for part in parts)
+    for _ in range(2):
+        bits, fresh, num_remembered = masks_of(grammars, matchers)
+        np.testing.assert_array_equal(bits, fresh)
+    assert (bits[0] != bits[1]).any() and num_remembered == 4
 
 
 def test_masks_are_remembered_after_many_sequences(vocabulary: Vocabulary) -> None:

@@ -20,7 +20,7 @@ from quire.data.params import StructuredOutputsParams
 from quire.data.step_plan import Verdict
 from quire.errors import RequestError
 from quire.text.grammar_lexers import MAX_BYTES, MAX_LEXER_STATES, Lexer, LexerCache, Lexers, Matcher, shorten
-from quire.text.json_states import JsonStates, TokenSpellings
+from quire.text.json_states import JsonStates, MaskKey, TokenSpellings
 from quire.text.mask_memory import MaskMemory
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
@@ -197,15 +197,22 @@ class Grammars:
             key = matcher.mask_key
             by_key.setdefault((None, row) if key is None else key, []).append((matcher, row))
         self._compute([same[0] for same in by_key.values()], bits)
-        for (matcher, row), *others in by_key.values():
-            key = matcher.mask_key
-            if key is None:
-                continue
-            if matcher.inner.is_error() or matcher.inner.is_stopped():  # others may be within the limits
-                self._compute(others, bits)
-            else:
+        for shared, ((matcher, row), *others) in by_key.items():
+            if self._keep(matcher, bits[row]) == shared:
                 bits[[other for _, other in others]] = bits[row]
-                self._masks.keep(key, bits[row])
+                continue
+            self._compute(
+                others, bits
+            )  # they may differ, by their last tokens or as they are within the limits
+            for other, row in others:
+                self._keep(other, bits[row])
+
+    def _keep(self, matcher: Matcher, mask: NDArray[np.uint32]) -> MaskKey | None:
+        """Remember the mask that was computed for a matcher. Return its key, or None."""
+        key = None if matcher.mask_key is None else matcher.name_mask()
+        if key is not None:
+            self._masks.keep(key, mask)
+        return key
 
     def _compute(self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]) -> None:
         """Fill masks by llguidance."""

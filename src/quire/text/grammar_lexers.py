@@ -65,6 +65,15 @@ class Matcher:
         """Return the key of the mask of the next token; None if it is not remembered."""
         return None if self._text is None else self._text.mask_key
 
+    def name_mask(self) -> MaskKey | None:
+        """Return the key of the mask that llguidance has computed; None if it is not to be remembered."""
+        inner = self.inner
+        if self._text is None or inner.is_error() or inner.is_stopped():
+            return None
+        if inner.compute_ff_bytes():
+            self._text.force()
+        return self._text.mask_key
+
     @property
     def inner(self) -> "LLMatcher":
         """Return llguidance's matcher, advanced by all tokens."""

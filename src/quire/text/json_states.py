@@ -100,12 +100,14 @@ class _Place(NamedTuple):
 class Position:
     """A position, with the positions after tokens that were looked up before."""
 
-    __slots__ = ("after", "after_chars", "arrays", "is_plain", "mask_id", "place")
+    __slots__ = ("after", "after_chars", "arrays", "is_forced", "is_plain", "mask_id", "place")
 
     def __init__(self, place: _Place, mask_id: int | None, reach: int) -> None:
         self.place = place
         self.mask_id = mask_id
         """Number of the mask, but for the arrays around the position. None: the mask is not remembered."""
+        self.is_forced = False
+        """Whether only one text follows at first: llguidance's mask has its usual tokens, given the last."""
         self.after: dict[int, tuple[Position, tuple[int, ...]]] = {}
         """By token id: the position after the token, and its changes of arrays (`JsonStates.after`)."""
         self.after_chars: dict[int, Position] = {}
@@ -208,13 +210,15 @@ _mask_ids = count()
 class TextPosition:
     """The position of one text."""
 
-    __slots__ = ("_counts", "_limits", "_position", "_states", "_tokens", "mask_key")
+    __slots__ = ("_counts", "_last", "_limits", "_position", "_states", "_tokens", "mask_key")
 
-    def __init__(self, states: JsonStates, position: Position, counts: list[int]) -> None:
+    def __init__(self, states: JsonStates, position: Position, counts: list[int], last: int = -1) -> None:
         self._states, self._tokens = states, states.tokens
         self._position = position
         self._counts = counts
         """Numbers of complete items of the arrays around the position."""
+        self._last = last
+        """Id of the last token; -1 at the beginning."""
         self._find_limits()
         self.mask_key: MaskKey | None = None
         """Name of the mask of the next token; None if it is not remembered."""
@@ -226,6 +230,7 @@ class TextPosition:
         if token is None or not self._states.is_useful:
             return False
         self._states.num_tokens += 1
+        self._last = token_id
         data, num_plain = token
         if num_plain and self._position.is_plain:
             after = self._position.after_chars.get(num_plain)
@@ -257,10 +262,18 @@ class TextPosition:
 
     def _name_mask(self) -> None:
         mask_id = self._position.mask_id
-        self.mask_key = None if mask_id is None else (mask_id, *self._limits)
+        if self._position.is_forced and mask_id is not None:
+            self.mask_key = mask_id, *self._limits, self._last
+        else:
+            self.mask_key = None if mask_id is None else (mask_id, *self._limits)
+
+    def force(self) -> None:
+        """Name the mask by the last token too."""
+        self._position.is_forced = True
+        self._name_mask()
 
     def copy(self) -> "TextPosition":
-        return TextPosition(self._states, self._position, list(self._counts))
+        return TextPosition(self._states, self._position, list(self._counts), self._last)
 
 
 def _left(node: SchemaNode, count: int, reach: int) -> tuple[int, int]:
