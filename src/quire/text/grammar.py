@@ -201,9 +201,8 @@ class Grammars:
             if self._keep(matcher, bits[row]) == shared:
                 bits[[other for _, other in others]] = bits[row]
                 continue
-            self._compute(
-                others, bits
-            )  # they may differ, by their last tokens or as they are within the limits
+            # The masks of others differ by their last tokens, or as they are within llguidance's limits.
+            self._compute(others, bits)
             for other, row in others:
                 self._keep(other, bits[row])
 
