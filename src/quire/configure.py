@@ -33,7 +33,7 @@ from quire.text.grammar import Grammars, Vocabulary
 from quire.text.grammar_lexers import MAX_BYTES
 
 if TYPE_CHECKING:  # a supervisor opens no tokenizer, and a core only for grammars
-    from quire.text.tokenizer import Tokenizer
+    from quire.text.tokenizer import TokenBytes, Tokenizer
 
 logger = get_logger(__name__)
 
@@ -246,18 +246,23 @@ def eos_ids(config: EngineConfig, tokenizer: "Tokenizer | None") -> tuple[int, .
 
 
 def open_grammars(
-    config: EngineConfig, tokenizer: "Tokenizer | None" = None, *, max_bytes: int = MAX_BYTES
+    config: EngineConfig,
+    tokenizer: "Tokenizer | None" = None,
+    *,
+    max_bytes: int = MAX_BYTES,
+    only_checks: bool = False,
 ) -> Grammars | None:
     """Return the compiler of grammars for constrained outputs; None for a pooling model or without a
     tokenizer. If `tokenizer` is None, it is opened on first use. Up to `max_bytes` of compiled grammars are
-    cached."""
+    cached. With `only_checks`, grammars are checked and no masks are computed."""
     if config.model.skip_tokenizer_init or config.pooling is not None:
         return None
 
     def vocabulary() -> Vocabulary:
         opened = open_tokenizer(config) if tokenizer is None else tokenizer
         assert opened is not None
-        return vocabulary_of(opened, config.checkpoint.facts.vocab, eos_ids(config, opened))
+        read = byte_vocabulary_of if only_checks else vocabulary_of
+        return read(opened, config.checkpoint.facts.vocab, eos_ids(config, opened))
 
     num_threads = config.parallel.cpu_threads if config.machine.device == "cpu" else None
     switches = output_switches(config.model.structured_outputs_config)
@@ -267,15 +272,39 @@ def open_grammars(
 def vocabulary_of(tokenizer: "Tokenizer", size: int, eos: tuple[int, ...]) -> Vocabulary:
     """Return the vocabulary, as grammars need it, of a model with `size` token ids. Raise a ValueError if the
     tokenizer does not support grammars."""
-    table = tokenizer.token_bytes
-    if table is None or not eos:
-        raise ValueError("it has no EOS token" if table else "its decoder does not work token by token")
+    table = _token_bytes(tokenizer, eos)
     return Vocabulary(
         tokens=[table[token_id] for token_id in range(max(size, tokenizer.max_token_id + 1))],
         special_ids=tokenizer.all_special_ids,
         eos_ids=eos,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
+
+
+def byte_vocabulary_of(tokenizer: "Tokenizer", size: int, eos: tuple[int, ...]) -> Vocabulary:
+    """Return a vocabulary with the special tokens of a model and one token for each byte, at ids of others.
+    Grammars are valid over it if they are over the whole one, which takes a second longer to open."""
+    table, special_ids = _token_bytes(tokenizer, eos), frozenset(tokenizer.all_special_ids)
+    taken = special_ids.union(eos)
+    tokens = [b""] * max(size, max(taken) + 1)
+    for token_id in special_ids:
+        tokens[token_id] = table[token_id]
+    ids = [token_id for token_id in range(len(tokens) + 256) if token_id not in taken][:256]
+    tokens += [b""] * (ids[-1] + 1 - len(tokens))
+    for byte, token_id in enumerate(ids):
+        tokens[token_id] = bytes((byte,))
+
+    def encode(text: str) -> list[int]:
+        return [ids[byte] for byte in text.encode()]
+
+    return Vocabulary(tokens, tokenizer.all_special_ids, eos, encode, slices=())
+
+
+def _token_bytes(tokenizer: "Tokenizer", eos: tuple[int, ...]) -> "TokenBytes":
+    table = tokenizer.token_bytes
+    if table is None or not eos:
+        raise ValueError("it has no EOS token" if table else "its decoder does not work token by token")
+    return table
 
 
 def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dict[str, Any]:

@@ -45,6 +45,9 @@ class PendingGrammars:
     def advance(self, moves: Any) -> list[Verdict]:
         return [matcher.advance(token_id) for matcher, token_id in moves]
 
+    def fill_remembered(self, matchers: Any, bits: NDArray[np.uint32]) -> Any:
+        return matchers
+
     def fill(self, matchers: Any, bits: NDArray[np.uint32]) -> None:
         self.filled.append(len(matchers))
         for _, place in matchers:
@@ -139,6 +142,23 @@ def test_masks_are_submitted_before_they_are_filled() -> None:
     assert was_pending == [True] * 3 and grammars.filled == [6] * 3
     assert all((masks.bits == 2**32 - 1).all() for masks in engine.masks)
     assert all(output == continuation(PROMPT, 3) for output in engine.outputs.values())
+
+
+class RememberingGrammars(PendingGrammars):
+    """Grammars that remember all masks but those of the first step and of one row."""
+
+    def fill_remembered(self, matchers: Any, bits: NDArray[np.uint32]) -> Any:
+        if not self.filled:
+            return matchers
+        bits[1 : len(matchers)] = 2**32 - 1
+        return matchers[:1]
+
+
+def test_only_masks_that_are_not_remembered_are_computed() -> None:
+    engine = engine_with_six_rows(grammars := RememberingGrammars())
+    engine.run()
+    assert grammars.filled == [6, 1, 1]
+    assert all((masks.bits == 2**32 - 1).all() for masks in engine.masks)
 
 
 class FailingGrammars(PendingGrammars):

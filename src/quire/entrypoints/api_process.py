@@ -86,7 +86,7 @@ def make_engine(
     inputs = open_inputs(
         config,
         tokenizer,
-        open_grammars(config, tokenizer, max_bytes=SPARE_BYTES),
+        open_grammars(config, tokenizer, max_bytes=SPARE_BYTES, only_checks=True),
         media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
         max_model_len=facts.max_model_len,
         seed=config.model.seed + index,

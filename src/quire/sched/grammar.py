@@ -45,6 +45,10 @@ class GrammarCompiler(Protocol):
         """Fill masks: for each pair of a matcher and an index, set the bits of the allowed next tokens in the
         row of `bits` with this index."""
 
+    def fill_remembered(self, matchers: Sequence[tuple[Any, int]], bits: Bits) -> list[tuple[Any, int]]:
+        """Fill the masks that are remembered from earlier steps, which takes little time. Return the pairs
+        of the others, which `fill` has to compute."""
+
     def advance(self, moves: Sequence[tuple[Any, int]]) -> list[Verdict]:
         """Advance each matcher by the token id paired with it; return a verdict for each."""
 
@@ -171,6 +175,8 @@ class Constraints:
         if self.has_begun or not self._awaiting or (job := self._next_job(running)) is None:
             return
         self._job = job
+        if self._grammars is not None and job.matched:
+            job = job._replace(matched=self._grammars.fill_remembered(job.matched, job.masks.bits))
         if self._grammars is None or not job.matched:
             job.add()
         elif self._grammars.fills_in_thread and len(job.matched) > _MAX_INLINE_MASKS:

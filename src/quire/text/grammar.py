@@ -20,6 +20,8 @@ from quire.data.params import StructuredOutputsParams
 from quire.data.step_plan import Verdict
 from quire.errors import RequestError
 from quire.text.grammar_lexers import MAX_BYTES, MAX_LEXER_STATES, Lexer, LexerCache, Lexers, Matcher, shorten
+from quire.text.json_states import JsonStates, MaskKey, TokenSpellings
+from quire.text.mask_memory import MaskMemory
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -62,6 +64,8 @@ class Vocabulary:
     """Ids of special tokens."""
     eos_ids: tuple[int, ...]
     encode: Callable[[str], list[int]]
+    slices: Sequence[str] | None = None
+    """Subsets of the vocabulary as regexes; None: SLICES. Without any, it opens in less time."""
 
     def open(self) -> "LLTokenizer":
         """Build the tokenizer of llguidance. This takes two steps, since each step holds the GIL for about
@@ -71,7 +75,8 @@ class Vocabulary:
         tokenizer = LLTokenizer(
             TokenizerWrapper(_WrappedVocabulary(self)), eos_token=list(self.eos_ids), slices=[]
         )
-        return tokenizer.with_slices(SLICES)
+        slices = SLICES if self.slices is None else list(self.slices)
+        return tokenizer.with_slices(slices) if slices else tokenizer
 
 
 class _WrappedVocabulary:
@@ -116,6 +121,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._tokens = TokenSpellings((), ())
         self._threads: ThreadPoolExecutor | None = None
         self._is_slow = False
         """Whether the masks of the last step took long to fill (SLOW_FILL_S)."""
@@ -144,7 +150,9 @@ class Grammars:
         grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()
         compiled = self._compile(grammar)
-        lexer = Lexer(compiled, time.thread_time() - started, len(grammar))
+        seconds = time.thread_time() - started
+        states = _states_of(params, self._tokens) if lexers is None else lexers.states
+        lexer = Lexer(compiled, seconds, len(grammar), states)
         with self._lock:
             self._compiled.add(key, grammar, lexer)
         return lexer
@@ -165,9 +173,48 @@ class Grammars:
         """Number of 32-bit words of a token mask, which has a bit per token."""
         return -(-self.open().vocab_size // 32)
 
+    @cached_property
+    def _masks(self) -> MaskMemory:
+        return MaskMemory(self.num_words)
+
+    def fill_remembered(
+        self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]
+    ) -> list[tuple[Matcher, int]]:
+        """Fill the rows of `bits` whose masks are remembered. Return the matchers of the other rows."""
+        if bits.shape[1] != self.num_words:
+            return list(matchers)
+        keys, rows = [matcher.mask_key for matcher, _ in matchers], [row for _, row in matchers]
+        return [matchers[index] for index in self._masks.copy(keys, rows, bits)]
+
     def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]) -> None:
         """Fill rows of the token masks `bits`, [rows, words]: a bit is set if its token is allowed next.
         `matchers` are pairs of a matcher and its row. The GIL is released meanwhile."""
+        if bits.shape[1] != self.num_words:
+            self._compute(matchers, bits)
+            return
+        by_key: dict[object, list[tuple[Matcher, int]]] = {}
+        for matcher, row in matchers:
+            key = matcher.mask_key
+            by_key.setdefault((None, row) if key is None else key, []).append((matcher, row))
+        self._compute([same[0] for same in by_key.values()], bits)
+        for shared, ((matcher, row), *others) in by_key.items():
+            if self._keep(matcher, bits[row]) == shared:
+                bits[[other for _, other in others]] = bits[row]
+                continue
+            # The masks of others differ by their last tokens, or as they are within llguidance's limits.
+            self._compute(others, bits)
+            for other, row in others:
+                self._keep(other, bits[row])
+
+    def _keep(self, matcher: Matcher, mask: NDArray[np.uint32]) -> MaskKey | None:
+        """Remember the mask that was computed for a matcher. Return its key, or None."""
+        key = None if matcher.mask_key is None else matcher.name_mask()
+        if key is not None:
+            self._masks.keep(key, mask)
+        return key
+
+    def _compute(self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]) -> None:
+        """Fill masks by llguidance."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         words, target = self.num_words, bits.view(np.int32)
@@ -184,15 +231,23 @@ class Grammars:
         """Advance matchers, each by its next token, and return the verdicts, as `Matcher.advance` does."""
         if len(steps) < MIN_PARALLEL:
             return [matcher.advance(token_id) for matcher, token_id in steps]
-        for matcher, _ in steps:
-            matcher.lexer.num_tokens += 1
-        inners = [(matcher.inner, token_id) for matcher, token_id in steps]
-        accepted = self._executor.consume_token_par(inners)
-        if all(accepted) and not any(inner.is_stopped() for inner, _ in inners):
-            return [""] * len(steps)
-        return [
-            matcher.verdict(is_accepted) for (matcher, _), is_accepted in zip(steps, accepted, strict=True)
+        verdicts: list[Verdict] = [""] * len(steps)
+        at = [
+            index
+            for index, (matcher, token_id) in enumerate(steps)
+            if not matcher.defer(token_id, self._masks)
         ]
+        if not at:
+            return verdicts
+        moves = [(steps[index][0].inner, steps[index][1]) for index in at]
+        for index in at:
+            steps[index][0].lexer.num_tokens += 1
+        accepted = self._executor.consume_token_par(moves)
+        if all(accepted) and not any(inner.is_stopped() for inner, _ in moves):
+            return verdicts
+        for index, is_accepted in zip(at, accepted, strict=True):
+            verdicts[index] = steps[index][0].verdict(is_accepted)
+        return verdicts
 
     @cached_property
     def _executor(self) -> "LLExecutor":
@@ -222,7 +277,9 @@ class Grammars:
         with self._opening:
             if self._tokenizer is None:
                 try:
-                    self._tokenizer = self._vocabulary().open()
+                    vocabulary = self._vocabulary()
+                    self._tokens = TokenSpellings(vocabulary.tokens, vocabulary.special_ids)
+                    self._tokenizer = vocabulary.open()
                 except ValueError as error:
                     raise _refusal(
                         f"the tokenizer of this model does not support structured output: {error}"
@@ -291,6 +348,22 @@ def _from_schema(schema: Any, params: StructuredOutputsParams) -> str:
             "lenient": False,
         },
     )
+
+
+def _states_of(params: StructuredOutputsParams, tokens: TokenSpellings) -> JsonStates | None:
+    """Return the positions in texts of the params; None: there are none, and masks are not remembered."""
+    if params.json_object:
+        return JsonStates({"type": "object"}, tokens)
+    if params.json is None or (params.whitespace_pattern or "").strip(" "):
+        return None
+    schema = json.loads(params.json) if isinstance(params.json, str) else params.json
+    if "x-guidance" in schema:
+        return None
+    schema = _close_objects(schema) if params.disable_additional_properties else schema
+    try:
+        return JsonStates(schema, tokens)
+    except RecursionError:
+        return None
 
 
 def _close_objects(schema: Any) -> Any:

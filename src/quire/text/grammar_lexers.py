@@ -7,6 +7,8 @@ from weakref import WeakSet
 
 from quire.data.step_plan import Verdict
 from quire.logs import get_logger
+from quire.text.json_states import JsonStates, MaskKey, TextPosition
+from quire.text.mask_memory import MaskMemory
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLMatcher
@@ -30,6 +32,8 @@ MAX_SEQUENCES_PER_LEXER = 64
 """Maximum number of sequences of one lexer, since the states of all its sequences stay in memory."""
 MAX_COMPILE_S = 0.5
 """Maximum CPU seconds to compile the lexers of one grammar. Beyond that, sequences share lexers."""
+MAX_DEFERRED = 64
+"""Most tokens by which llguidance's matcher may be behind its sequence."""
 MAX_REASON_CHARS = 500
 """Maximum length in characters of an error of llguidance that is logged or sent to a client."""
 
@@ -47,15 +51,61 @@ _DOES_NOT_FIT = "doesn't satisfy the grammar"
 class Matcher:
     """The state of one sequence in its grammar, which determines the tokens that may follow."""
 
-    def __init__(self, inner: "LLMatcher", lexer: "Lexer") -> None:
-        self.inner = inner
+    def __init__(self, inner: "LLMatcher", lexer: "Lexer", text: TextPosition | None) -> None:
+        self._inner = inner
         self.lexer = lexer
+        self._text = text
+        """The position in the text that names the mask; None if masks are not remembered."""
+        self._deferred: list[int] = []
+        """Tokens by which llguidance's matcher has not been advanced yet."""
         lexer.users.add(self)
+
+    @property
+    def mask_key(self) -> MaskKey | None:
+        """Return the key of the mask of the next token; None if it is not remembered."""
+        return None if self._text is None else self._text.mask_key
+
+    def name_mask(self) -> MaskKey | None:
+        """Return the key of the mask that llguidance has computed; None if it is not to be remembered."""
+        inner = self.inner
+        if self._text is None or inner.is_error() or inner.is_stopped():
+            return None
+        if inner.compute_ff_bytes():
+            self._text.force()
+        return self._text.mask_key
+
+    @property
+    def inner(self) -> "LLMatcher":
+        """Return llguidance's matcher, advanced by all tokens."""
+        if self._deferred:
+            self.lexer.num_tokens += len(self._deferred)
+            self._inner.consume_tokens(self._deferred)
+            self._deferred = []
+        return self._inner
+
+    def defer(self, token_id: int, masks: MaskMemory) -> bool:
+        """Move on in the text by the next token. Return True if its mask and that after it are remembered:
+        then the sequence does not end here, and llguidance's matcher may follow when it is needed."""
+        if self._text is None:
+            return False
+        is_allowed = masks.allows(self._text.mask_key, token_id)
+        self._follow(token_id)
+        if not is_allowed or self.mask_key not in masks or len(self._deferred) >= MAX_DEFERRED:
+            return False
+        self._deferred.append(token_id)
+        return True
+
+    def _follow(self, token_id: int) -> None:
+        """Move on in the text by the next token."""
+        if self._text is not None and not self._text.advance(token_id):
+            self._text = None
 
     def advance(self, token_id: int) -> Verdict:
         """Advance by the next token of the sequence; return whether and how the sequence ends with it."""
+        self._follow(token_id)
+        inner = self.inner
         self.lexer.num_tokens += 1
-        return self.verdict(self.inner.consume_token(token_id))
+        return self.verdict(inner.consume_token(token_id))
 
     def verdict(self, is_accepted: bool) -> Verdict:
         """Return whether and how the sequence ends after a token, which the grammar has accepted or not."""
@@ -75,15 +125,20 @@ class Matcher:
         return "limit"
 
     def copy(self) -> "Matcher":
-        return Matcher(self.inner.deep_copy(), self.lexer)
+        text = None if self._text is None else self._text.copy()
+        return Matcher(self.inner.deep_copy(), self.lexer, text)
 
 
 class Lexer:
     """A compiled grammar of llguidance. Its matchers share its lexer states and its lock: matchers of one
     lexer run one at a time, and matchers of different lexers run in parallel."""
 
-    def __init__(self, start: "LLMatcher", seconds: float, num_chars: int) -> None:
+    def __init__(
+        self, start: "LLMatcher", seconds: float, num_chars: int, states: JsonStates | None = None
+    ) -> None:
         self._start = start
+        self.states = states
+        """Positions in texts of the grammar, which all lexers of the grammar share; None: it has none."""
         self.seconds = seconds
         """CPU seconds of the compilation."""
         self._num_chars = num_chars
@@ -105,7 +160,8 @@ class Lexer:
         """Return a matcher for one more sequence."""
         self._num_sequences += 1
         self.is_spent |= self._num_sequences >= MAX_SEQUENCES_PER_LEXER
-        return Matcher(self._start.deep_copy(), self)
+        text = self.states.start() if self.states is not None and self.states.is_useful else None
+        return Matcher(self._start.deep_copy(), self, text)
 
 
 class Lexers:
@@ -114,6 +170,8 @@ class Lexers:
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
         """Source text of the grammar that the lexers are compiled from."""
+        self.states: JsonStates | None = None
+        """Positions in texts of the grammar, which its lexers share."""
         self._all: list[Lexer] = []
 
     def __len__(self) -> int:
@@ -129,6 +187,7 @@ class Lexers:
         return None if least_used.users and compile_s < MAX_COMPILE_S else least_used.new_matcher()
 
     def add(self, lexer: Lexer) -> None:
+        self.states = lexer.states
         self._all.append(lexer)
 
     def drop(self) -> None:
@@ -137,7 +196,8 @@ class Lexers:
 
     @property
     def num_bytes(self) -> int:
-        return sum(lexer.num_bytes for lexer in self._all)
+        num_bytes = 0 if self.states is None else self.states.num_bytes
+        return num_bytes + sum(lexer.num_bytes for lexer in self._all)
 
 
 class LexerCache:

@@ -654,3 +654,11 @@ def test_store_needs_one_api_process() -> None:
     config: Any = SimpleNamespace(parallel=ParallelSection(device="cpu", cpu_threads=1))
     with pytest.raises(ConfigError, match="--api-server-count 1"):
         launch(config, settings)
+
+
+def test_chosen_token_ids_are_all_in_the_logprobs() -> None:
+    """`logprob_token_ids` asks for logprobs of these ids, not for the best `top_logprobs`."""
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "logprob_token_ids": [5, 6, 7]}
+    (message,) = respond(**fields).json()["output"]
+    for entry in message["content"][0]["logprobs"]:
+        assert len(entry["top_logprobs"]) >= 3

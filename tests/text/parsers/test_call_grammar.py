@@ -9,7 +9,7 @@ import pytest
 from fake_engine import EOS, FakeEngine, byte_tokenizer
 from tokenizers import AddedToken
 
-from quire.configure import vocabulary_of
+from quire.configure import byte_vocabulary_of, vocabulary_of
 from quire.data.output_pieces import ToolArguments, ToolStart
 from quire.data.params import StructuredOutputsParams
 from quire.errors import RequestError
@@ -147,3 +147,22 @@ def test_size_of_the_grammar_is_limited() -> None:
         calls_grammar(FORMATS["qwen3_coder"], {"f": schema}, engine().tokenizer)
     many = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(3000)}}
     assert len(calls_grammar(FORMATS["pythonic"], {"f": many}, engine().tokenizer)) < 1 << 20
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammars_are_checked_by_bytes_alone(name: str, special: bool) -> None:
+    """A server checks grammars over a vocabulary of bytes, which opens at once."""
+    tokenizer, _ = tokenizer_of(FORMATS[name], special)
+    grammars = Grammars(lambda: byte_vocabulary_of(tokenizer, len(tokenizer), (EOS,)))
+    grammar = calls_grammar(FORMATS[name], SCHEMAS, tokenizer)
+    grammars.check(StructuredOutputsParams(grammar=grammar))
+    wrong: list[dict[str, Any]] = [
+        {"grammar": "start: missing"},
+        {"regex": "(a"},
+        {"json": {"type": "string", "minLength": 2, "maxLength": 1}},
+        {"regex": "[^\\s\\S]"},
+    ]
+    for params in wrong:
+        with pytest.raises(RequestError):
+            grammars.check(StructuredOutputsParams(**params))

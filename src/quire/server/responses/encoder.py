@@ -190,7 +190,8 @@ class ResponseEncoder(AnswerEncoder):
             return []
         body = self._chat.body
         token_formatter = self._chat.call.model.token_formatter(body.return_tokens_as_token_ids)
-        logprobs = chat_logprobs(output.token_ids, output.logprobs, body.top_logprobs or 0, token_formatter)
+        num_top = -1 if body.logprob_token_ids is not None else body.top_logprobs or 0
+        logprobs = chat_logprobs(output.token_ids, output.logprobs, num_top, token_formatter)
         content: list[dict[str, Any]] = logprobs["content"]
         return content
 
