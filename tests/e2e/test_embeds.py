@@ -61,7 +61,7 @@ def test_hostile_prompt_embeds_are_refused_and_leave_nothing(server: ServeProces
         ({"prompt_embeds": sent(good), "use_beam_search": True, "n": 2}, "Beam search is unsupported"),
         ({"prompt_embeds": [sent(good)] * 1025}, "exceeds the maximum allowed count"),
         ({"prompt_embeds": [sent(good), 3]}, "valid string"),
-        ({"prompt_embeds": []}, "at least 1 item"),
+        ({"prompt_embeds": []}, "must be provided and non-empty"),
         ({"prompt_embeds": ""}, "Either prompt or prompt_embeds must be provided"),
     ]
     for body, words in refused:

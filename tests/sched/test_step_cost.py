@@ -45,6 +45,16 @@ def test_planned_prompt_tokens_use_the_time_and_no_more(device: str, outliers: f
             assert 0.7 * limit_s <= step_s <= 1.15 * limit_s
 
 
+def test_warnings_need_steps_of_decodes_alone() -> None:
+    cost = StepCost()
+    for _ in range(100):
+        cost.learn(np.array([500], np.int32), np.array([0], np.int32), 0.02)
+    assert cost.is_known and not cost.is_reliable
+    for _ in range(20):
+        cost.learn(np.array([1], np.int32), np.array([100], np.int32), 0.001)
+    assert cost.is_reliable
+
+
 def test_unknown_costs_allow_few_prompt_tokens() -> None:
     cost = StepCost()
     assert cost.num_prompt_tokens(1.0, Decodes(4, 100)) == FIRST_TOKENS and not cost.is_known
@@ -93,7 +103,9 @@ def test_costs_are_learned_while_prompts_always_wait(device: str, num_slow: int)
 
 def test_first_steps_are_no_reason_to_warn() -> None:
     cost = StepCost()
-    for number in range(65):
+    for _ in range(20):
+        cost.learn(np.array([1], np.int32), np.array([9], np.int32), 1.0)
+    for number in range(45):
         assert not cost.is_reliable
         cost.learn(np.array([1, 50 + number], np.int32), np.array([9, 0], np.int32), 1.0)
     assert cost.is_reliable

@@ -73,7 +73,8 @@ def _even_signs(numbers: Tensor) -> Tensor:
 
 
 def _words(block: Tensor) -> Tensor:
-    return block.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    # A copy is aligned, which a part of a single block is not.
+    return block.clone(memory_format=torch.contiguous_format).view(torch.int32).long() & 0xFFFFFFFF
 
 
 def _iq2_xxs(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:

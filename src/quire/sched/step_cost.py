@@ -102,8 +102,10 @@ class StepCost:
 
     @property
     def is_reliable(self) -> bool:
-        """Whether enough steps were measured to warn of targets that cannot be met."""
-        return self.is_known and self._classes[0].num_seen + self._num_mixed > _NUM_STARTUP
+        """Whether enough steps were measured to warn of targets that cannot be met. Without steps of decodes
+        alone, their constant cost could be that of steps with prompt tokens."""
+        num_plain = self._classes[0].num_seen
+        return self.is_known and num_plain >= _NUM_PLAIN // 4 and num_plain + self._num_mixed > _NUM_STARTUP
 
     def step_s(self, decodes: Decodes, num_prompt_tokens: int = 0) -> float:
         """Return the seconds of a step with these decodes and prompt tokens."""

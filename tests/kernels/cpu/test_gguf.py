@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packed import HALVES, stored
 from torch import Tensor
@@ -46,6 +46,9 @@ def test_every_row_dequantizes_exactly(kind: str, interleaved: bool) -> None:
     assert torch.equal(lookup(ids, torch.bfloat16), expected.bfloat16())
 
 
+@example(
+    kinds=["IQ2_XXS"], interleaved=False, num_rows=1, rows=1, supers=1, num_threads=1, with_bias=False, seed=0
+)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     interleaved=st.sampled_from(LAYOUTS),
