@@ -100,10 +100,10 @@ def test_waiting_prompt_gets_tokens_before_a_running_one_with_more_slack() -> No
 
 def test_prompt_is_cut_to_the_target_of_running_answers() -> None:
     targets = trained()
+    targets.cost.learn = lambda *args: None  # type: ignore[method-assign]
     engine = Engine(num_blocks=400, max_num_batched_tokens=256, targets=targets)
     engine.add("a", [5, 6, 7], 40, target=LatencyTarget(0, 0.030))
     engine.step()
-    targets.cost.learn = lambda *args: None  # type: ignore[method-assign]
     engine.add("b", [number % 90 for number in range(200)], 2)
     engine.step()
     assert engine.plans[-1].num_tokens.tolist() == [1, pytest.approx(15, abs=1)]  # 0.85 * 30 ms
@@ -121,7 +121,20 @@ def test_long_prompt_leaves_streams_half_of_their_rate() -> None:
     device = MODEL._replace(itl_s=2 * alone_s)
     simulate(device, [*beside, SimulatedRequest(1.0, 200_000, 2, 60.0)], max_tokens=16384, targets=True)
     gaps = np.concatenate([job.gaps for job in beside])
-    assert gaps.mean() <= 2 * alone_s and np.percentile(gaps, 99) <= 4 * alone_s
+    assert gaps.mean() <= 2 * alone_s and np.percentile(gaps, 99) <= 4.5 * alone_s
+
+
+def test_slow_first_steps_do_not_make_large_steps_look_unavoidable() -> None:
+    """Large steps beside decodes confirm an estimate by which small ones would take as long."""
+    device = DEVICES["0.6B"]._replace(itl_s=0.005, eager_s=0.025)
+    first = make_jobs(device, 100.0, 2.0, 0.05, seed=2)
+    for job in first:
+        job.arrives_at = 0.0
+    streams = [SimulatedRequest(60.0, 200, 2000, 1.0) for _ in range(32)]
+    long = SimulatedRequest(61.0, 100_000, 1, 60.0)
+    simulate(device, [*first, *streams, long], max_tokens=16384, targets=True, num_slow=60)
+    gaps = np.concatenate([job.gaps for job in streams])
+    assert np.percentile(gaps, 99) <= 0.025 and gaps.max() <= 0.1
 
 
 def test_targets_keep_more_requests_good_than_static_steps() -> None:
@@ -156,6 +169,7 @@ def test_backlog_counts_tokens_that_are_not_computed() -> None:
     engine = Engine(
         num_blocks=400, max_num_batched_tokens=20, max_num_seqs=1, policy="priority", targets=targets
     )
+    targets.cost.learn = lambda *args: None  # type: ignore[method-assign]
     engine.add("a", [5] * 50, 2, tenant=1)
     engine.step()
     engine.add("b", [5] * 30, 2, tenant=2, priority=3)

@@ -112,11 +112,17 @@ def make_jobs(
 
 
 def simulate(
-    device: SimulatedGpu, jobs: Sequence[SimulatedRequest], *, max_tokens: int, targets: bool
+    device: SimulatedGpu,
+    jobs: Sequence[SimulatedRequest],
+    *,
+    max_tokens: int,
+    targets: bool,
+    num_slow: int = 0,
 ) -> float:
     """Run the requests on a simulated device, and fill in the times of their tokens; return the simulated
-    seconds until the last. `max_tokens` limits a step; `targets` switches on latency targets."""
-    clock, noise = Clock(), random.Random(1)
+    seconds until the last. `max_tokens` limits a step; `targets` switches on latency targets. The first
+    `num_slow` steps take up to a second more, as if kernels were compiled."""
+    clock, noise, num_steps = Clock(), random.Random(1), 0
     with clock.installed():
         kv = KVManager(num_blocks=400_000, block_size=16, max_rows=_ROWS, share_prefixes=False)
         scheduler = Scheduler(
@@ -138,6 +144,8 @@ def simulate(
             flight = scheduler.in_flight[-1]
             flight.made_at = clock.now
             clock.now += device.seconds(plan, flight.starts, 1 + 0.1 * noise.random())
+            clock.now += noise.random() if num_steps < num_slow else 0.0
+            num_steps += 1
             count = int(plan.samples.sum())
             output = scheduler.update(plan, StepResult(token_ids=np.full(count, 7, np.int32)))
             for id in output.request_ids:

@@ -35,9 +35,14 @@ _LEAST_MIXED = 4
 _NUM_STARTUP = 64
 """Number of first steps for which no warnings are logged: their durations may include the compilation of
 kernels."""
+_SMALL_INTERVAL = 8
+"""Number of steps with prompt tokens for which a step with few of them counts as measured."""
 _FIT_INTERVAL, _SURPRISE = 16, 1.5
 """Number of steps after which the costs are fitted again. In the beginning they are fitted after every step,
 and always after a step that took more than this multiple of what was expected."""
+_CONTRADICTION = 3.0
+"""A step that is faster than expected by this factor shows that the remembered steps of its class were slow
+for another reason, for instance the compilation of kernels. They are forgotten."""
 _RIDGE = 1e-6
 """Relative weight of a preference for small costs, which decides between terms that always occur together."""
 _SURE_RATIO = 1.3
@@ -74,6 +79,8 @@ class StepCost:
         self._factors = [1.0] * _NUM_CLASSES
         """By class of steps: median ratio of the measured duration to the sum of the terms."""
         self._num_mixed = self._max_prompt_tokens = 0
+        self._small_at = -_SMALL_INTERVAL
+        """`_num_mixed` at the last step with few prompt tokens."""
 
     def learn(self, chunks: Ints, starts: Ints, seconds: float) -> None:
         """Record that a step took `seconds`. By row, `chunks` is the number of tokens that it computed, and
@@ -87,11 +94,17 @@ class StepCost:
         terms = _terms(decodes, num_tokens, float((prompts * (before + prompts / 2)).sum()))
         samples = self._classes[_class_of(num_tokens)]
         self._num_mixed += num_tokens > 0
+        if 0 < num_tokens <= 2 * FIRST_TOKENS:
+            self._small_at = self._num_mixed
+        expected_s = self._factors[_class_of(num_tokens)] * float(terms @ self._costs)
+        is_faster = self._num_mixed > _FIT_INTERVAL and _CONTRADICTION * seconds < expected_s
+        if is_faster:
+            samples.clear()
         samples.add(terms, seconds, self._num_mixed)
         self._max_prompt_tokens = max(self._max_prompt_tokens, num_tokens)
         num_seen = self._num_mixed if num_tokens else samples.num_seen
-        expected_s = self._factors[_class_of(num_tokens)] * float(terms @ self._costs)
-        if num_seen <= _FIT_INTERVAL or not num_seen % _FIT_INTERVAL or seconds > _SURPRISE * expected_s:
+        is_slower = seconds > _SURPRISE * expected_s
+        if num_seen <= _FIT_INTERVAL or not num_seen % _FIT_INTERVAL or is_slower or is_faster:
             self._fit()
 
     @property
@@ -106,6 +119,11 @@ class StepCost:
         alone, their constant cost could be that of steps with prompt tokens."""
         num_plain = self._classes[0].num_seen
         return self.is_known and num_plain >= _NUM_PLAIN // 4 and num_plain + self._num_mixed > _NUM_STARTUP
+
+    @property
+    def knows_small_steps(self) -> bool:
+        """Whether one of the last steps with prompt tokens had few, so that `least_s` was measured."""
+        return self._num_mixed - self._small_at < _SMALL_INTERVAL
 
     def step_s(self, decodes: Decodes, num_prompt_tokens: int = 0) -> float:
         """Return the seconds of a step with these decodes and prompt tokens."""
@@ -190,6 +208,10 @@ class _Samples:
         at = self.num_seen % len(self._seconds)
         self._terms[at], self._seconds[at], self._added_at[at] = terms, seconds, now
         self.num_seen += 1
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._added_at[:] = -1
 
     def forget(self, until: int) -> None:
         """Forget the steps that were added before the time `until`."""

@@ -19,7 +19,7 @@ from quire.data.step_plan import Ints
 from quire.logs import get_logger
 from quire.sched.prefill_limit import LEAST_TOKENS
 from quire.sched.running import Running
-from quire.sched.step_cost import Decodes, StepCost
+from quire.sched.step_cost import FIRST_TOKENS, Decodes, StepCost
 
 log = get_logger(__name__)
 
@@ -73,6 +73,10 @@ class Targets:
         least_s = self.cost.least_s(decodes)
         factor = _SMALL_FACTOR if least_s <= _NEAR * target_s else _LARGE_FACTOR
         seconds = max(_MARGIN * target_s, factor * least_s)
+        if seconds > target_s and not self.cost.knows_small_steps:
+            # If steps had been slow for another reason, such as the compilation of kernels, large steps would
+            # not show it: few prompt tokens are tried before the target is given up.
+            return FIRST_TOKENS
         return max(LEAST_TOKENS, self.cost.num_prompt_tokens(seconds, decodes))
 
     def due_times(self, running: Running, pending: Ints, now: float) -> NDArray[np.float64]:
