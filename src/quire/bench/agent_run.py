@@ -155,8 +155,8 @@ def agent_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _groups(num_turns: int) -> list[tuple[int, int]]:
-    """Return the ranges (first, end) of turn numbers to print, without the end: the first turn alone, then
-    groups of equal size."""
+    """Return the ranges (first, end) of a conversation's turns that a table shows in one row, without the
+    end: the first turn alone, then ranges of equal length, at most MAX_GROUPS in all."""
     size = max(-(-(num_turns - 1) // (MAX_GROUPS - 1)), 1)
     starts = [0, *range(1, num_turns, size)]
     return [(start, min(end, num_turns)) for start, end in zip(starts, [*starts[1:], num_turns], strict=True)]

@@ -75,8 +75,9 @@ class _Run:
 
 
 class FleetLink(EngineLink):
-    """Sends each request to the replica that the fleet's load balancer chooses by its route. If a replica is
-    lost, all of its requests are given back to the owner."""
+    """Sends each request to the engine replica of a Ray Serve deployment that Ray's request router chooses by
+    the request's session, prefix and adapter. If a replica is lost, its unfinished requests are returned to
+    the engine client, which sends them to another replica."""
 
     def __init__(
         self,

@@ -56,8 +56,8 @@ class LoRAVocabReader:
     def take(
         self, tensors: dict[str, Tensor], token_ids: Mapping[str, list[int]], scale: Scale
     ) -> dict[str, LoRAVocab]:
-        """Remove the rows of added and trained tokens from `tensors`, and return them under the keys
-        `embed_tokens` and `lm_head`. Other rows of the model's own tokens stay in `tensors`."""
+        """Remove from the `tensors` of a LoRA adapter the embedding rows of the tokens that it adds or has
+        trained, and return them under the keys `embed_tokens` and `lm_head`. All other rows stay."""
         if token_ids and not self.slots.vocab_rows:
             raise ConfigError(f"trainable_token_indices is not supported: {self.slots.no_extra_vocab}")
         layers: dict[str, _Layer] = {}

@@ -106,8 +106,8 @@ def _attention(
 
 @contextmanager
 def config_errors(name: str, remedy: str = "") -> Iterator[None]:
-    """Convert any error of the `with` block, which runs the model's code, to a ConfigError that names the
-    model and `remedy`."""
+    """Convert any error of the `with` block, which runs transformers' code of the model `name`, to a
+    ConfigError that names the model and the `remedy`."""
     try:
         yield
     except Exception as error:

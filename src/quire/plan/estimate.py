@@ -77,8 +77,8 @@ class Memory:
         return terms | buffers
 
     def terms(self, cache: CacheSize) -> dict[str, int]:
-        """Return the bytes by purpose, including those of the KV cache `cache` and of its SSM state
-        checkpoints."""
+        """Return the estimated bytes of device memory by purpose (such as "weights"), including those of the
+        KV cache `cache` and of its SSM state checkpoints."""
         terms = {**self._terms(), "KV cache": cache.num_bytes}
         return terms | ({"state checkpoints": size} if (size := cache.all_checkpoint_bytes) else {})
 

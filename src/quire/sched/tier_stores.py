@@ -237,8 +237,8 @@ class TierStores:
             tier.cancel(key)
 
     def forget_steps(self) -> None:
-        """Forget the steps in flight, which may not have stored or filled anything. What they may have
-        written to disk is deleted."""
+        """Forget the steps in flight, which have failed: their blocks may not have reached the lower tiers,
+        nor come from them. Files that they may have written to disk are deleted."""
         for step in self.steps.values():
             self._cancel(step)
             self.dropped += [*step.dropped, *(key for _, key in step.to_disk)]

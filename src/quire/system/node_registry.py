@@ -126,7 +126,7 @@ class NodeRegistry:
             answer = self._register(identity, message)
             self._send(identity, answer)
             if answer.problem:
-                log.error("Refused to register node %.100r: %s", message.node, answer.problem)
+                log.error("Refused to register the machine %.100r: %s", message.node, answer.problem)
         self._check_complete()
 
     def _send(self, identity: bytes, message: NodeJoined) -> None:

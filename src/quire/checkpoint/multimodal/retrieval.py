@@ -12,5 +12,5 @@ def col_qwen2(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def col_pali(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Read ColPali, which attends in both directions with or without an image."""
+    """Read the config.json of ColPali. Its prompts have bidirectional attention, with or without an image."""
     return paligemma(keys.but(**part(keys, "vlm_config").values))

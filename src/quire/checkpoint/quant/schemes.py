@@ -146,7 +146,8 @@ class Hqq(Scheme):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits per weight: 16 for groups along axis 0, since these weights are dequantized."""
+        """Return the bits that a weight takes in memory, with its part of the scales. HQQ weights in groups
+        along axis 0 take 16, since they are dequantized when they are loaded."""
         if self.axis == 0:
             return 16
         return (8 if self.bits > 4 else 4) + 48 / (self.group if self.group > 0 else 1024)

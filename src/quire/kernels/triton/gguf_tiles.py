@@ -272,8 +272,9 @@ def _tile_rows(
     pairs: tl.tuple, tile: tl.tensor, num: tl.tensor, size_out: tl.tensor, TOP: tl.constexpr,
     GATED: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Return for a tile its rows of `out` or its (token, expert) pairs [NUM], its outputs [ROWS], which of
-    its elements exist, and its first weight row."""
+    """Return what a tile of the GEMM computes: the indices of its rows of x (with experts, TOP > 0, of its
+    pairs of a token and an expert) [NUM], the indices of its output columns [ROWS], which rows exist, and the
+    weight row at which the tile begins."""
     if TOP > 0:
         m, n, exists, row = pairs_at(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
         return m, n, exists, row * (2 if GATED else 1) + tile % tl.cdiv(size_out, ROWS) * ROWS

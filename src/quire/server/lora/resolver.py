@@ -76,8 +76,8 @@ class LoRAResolver:
         self._failed: OrderedDict[str, tuple[float, RequestError | None]] = OrderedDict()
 
     def may_find(self, name: str) -> bool:
-        """Whether an adapter of this name may exist. Raises the error with which this name failed within the
-        last `RETRY_S` seconds."""
+        """Whether the folder or hub of the LoRA resolver may have an adapter of this name. If loading it has
+        failed within the last `RETRY_S` seconds, this error is raised again."""
         failed_at, error = self._failed.get(name, (float("-inf"), None))
         if time.monotonic() - failed_at < RETRY_S:
             if error is not None:

@@ -126,8 +126,8 @@ async def answer_vectors(
     object: str,
     field: str,
 ) -> Response:
-    """Return the vectors of all outputs as a list of JSON objects of the type `object`, with the values in
-    `field`, or as raw bytes if the body requests them."""
+    """Return the vectors of all outputs, as raw bytes if the body requests them, otherwise as a list of JSON
+    objects. Each object has the vector under the key `field`, and `object` as its key "object"."""
 
     def encode_values(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":

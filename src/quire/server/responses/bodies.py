@@ -45,7 +45,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """Reasoning settings of the model."""
+    """The field `reasoning` of a request: how much the model reasons before it answers."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = doc(
         "Passed to the chat template."
