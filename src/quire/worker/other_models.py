@@ -38,13 +38,13 @@ class _Folder:
 class OtherModels:
     """Files of other models beside the folder of an engine. The oldest are deleted as its own files grow."""
 
-    def __init__(self, own: Path, model: str, takes: Callable[[str], bool], ending: str) -> None:
-        """Find the files beside the folder `own`, in folders whose names end with the digest of another model
+    def __init__(self, folder: Path, model: str, takes: Callable[[str], bool], ending: str) -> None:
+        """Find the files beside `folder`, in folders whose names end with the digest of another model
         than `model` and a suffix that `takes` accepts, unless an engine uses them. `ending` is the ending of
         the files."""
         self.num_bytes = 0
         folders: list[_Folder] = []
-        with contextlib.suppress(OSError), os.scandir(own.parent) as entries:
+        with contextlib.suppress(OSError), os.scandir(folder.parent) as entries:
             for entry in entries:
                 name = _FOLDER.fullmatch(entry.name)
                 is_other = name is not None and name[1] != model and takes(name[2])
