@@ -79,11 +79,10 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the client; `connect` opens its connections. `addresses` are those of the cores by rank,
-        which admit clients with the secret `token`; with a `fleet`, replicas of Ray Serve are used instead.
-        The router knows from `prefixes` which core has cached a prefix; its rotation begins at core `first`.
-        With `cores_return`, requests wait for the restart of a dead core. With `resumes`, requests with
-        output continue after the death of their core."""
+        """Create the client; `connect` opens its connections to the `addresses` of the cores with the secret
+        `token`, or to the Ray Serve replicas of a `fleet`. The router knows from `prefixes` which core has
+        cached a prefix; its rotation begins at core `first`. With `cores_return`, requests wait for the
+        restart of a dead core; with `resumes`, those with output continue after the death of their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
