@@ -48,7 +48,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def test_every_packed_type_of_the_cpu_is_supported_on_gpu() -> None:
-    assert set(KINDS) == set(TYPES)
+    assert set(KINDS) == set(TYPES) - {"NVFP4"}  # it is dequantized when it is loaded on a GPU
 
 
 @pytest.mark.parametrize("kind", KINDS)
