@@ -101,6 +101,31 @@ def test_only_tiles_that_are_longer_than_a_share_are_cut() -> None:
     assert pieces[-2:] == [[7680, 8320, 0, 13], [0, 2**31 - 1, 13, 1]]
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_results_of_pieces_are_bounded_by_the_number_of_programs(on_device: bool) -> None:
+    """Check that tiles which are not cut have no results: a step may have hundreds of them."""
+    random = np.random.default_rng(3)
+    tile, programs = 16, 8
+    for _ in range(20):
+        lens = np.append(random.integers(17, 70, random.integers(1, 12)), 1)
+        seq_lens = (lens + random.choice([0, 100, 3000, 20_000], len(lens))).astype(np.int32)
+        counts = -(-lens // tile)
+        seqs = np.repeat(np.arange(len(lens)), counts)
+        firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
+        keys = seq_lens[seqs] - lens[seqs] + np.minimum(firsts + tile, lens[seqs])
+        pieces = launch.cut_on_host(np.column_stack((seqs, firsts)), keys, programs)
+        if on_device:
+            starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32, device=DEVICE)
+            lengths = torch.from_numpy(seq_lens).to(DEVICE)
+            work = launch.cut_on_device(starts, lengths, int(lens.sum()), 1, tile, programs)[1]
+            pieces = work.cpu().numpy().astype(np.int64)
+        if pieces.shape[1] > 2:
+            cut = pieces[pieces[:, 5] > 1]
+            results = cut[:, 4] + cut[:, 2] // np.maximum(cut[:, 3] - cut[:, 2], 1)
+            assert sorted(results) == [*range(len(cut))]
+            assert len(cut) <= 2 * programs
+
+
 @pytest.mark.parametrize(
     ("fixed", "window"), [(False, 9), (True, None), *more((False, None), (True, 9))], ids=str
 )

@@ -53,16 +53,16 @@ class Scores(NamedTuple):
 
 
 class PieceResults(NamedTuple):
-    """Results of the pieces of tiles of prompts, as kernel arguments. The last program of a tile merges those
-    of all its pieces."""
+    """Results of the pieces of cut tiles of prompts, as kernel arguments. The last program of a tile merges
+    those of all its pieces."""
 
     sums: Any
-    """[pieces, kv_heads, rows, head_dim] float32"""
+    """[results, kv_heads, rows, head_dim] float32"""
     tops: Any
-    """[pieces, kv_heads, 2, rows] float32: maximum score, sum of softmax weights"""
+    """[results, kv_heads, 2, rows] float32: maximum score, sum of softmax weights"""
     arrivals: Any
-    """[pieces, kv_heads] int32, number of finished pieces of a tile, indexed by its first piece; zeros before
-    and after each launch"""
+    """[results, kv_heads] int32, number of finished pieces of a tile, indexed by its first result; zeros
+    before and after each launch"""
 
 
 class PartialAttention(NamedTuple):
@@ -288,7 +288,7 @@ def tiles(
     [tiles, 2] has the sequence of each tile and its first query. Grid: (tiles, kv_heads).
 
     With `partial`, the keys of some tiles are cut into pieces of a program each: `work` [pieces, 6] then has
-    also the first key, the end of the keys, the tile's first piece and its number of pieces; 0: unused."""
+    also the first key, the end of the keys, the tile's first result and its number of pieces; 0: unused."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     if partial is not None:
         work += 4 * tile
@@ -325,7 +325,8 @@ def tiles(
         finish(out, acc, total, scores_by.v_scale, at, valid)
     else:
         begin = tl.load(work + 2 * tile + 4)
-        sums, tops = _places_of_piece(partial, tile, kv_head, BLOCK_M, BLOCK_D, DIM)
+        result = begin + first // (stop - first)  # all pieces of a cut tile have the same size
+        sums, tops = _places_of_result(partial, result, kv_head, BLOCK_M, BLOCK_D, DIM)
         tl.store(sums, acc, mask=valid)
         tl.store(tops, most)
         tl.store(tops + BLOCK_M, total)
@@ -339,13 +340,13 @@ def tiles(
 
 
 @triton.jit
-def _places_of_piece(
-    partial: tl.tuple, piece: tl.tensor, kv_head: tl.tensor,
+def _places_of_result(
+    partial: tl.tuple, result: tl.tensor, kv_head: tl.tensor,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DIM: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the addresses of a piece's sums of values [rows, dims] and maximum scores [rows]."""
+    """Return the addresses of the sums of values [rows, dims] and maximum scores [rows] of a piece."""
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    at = (piece * tl.num_programs(1) + kv_head).to(tl.int64)
+    at = (result * tl.num_programs(1) + kv_head).to(tl.int64)
     sums = partial.sums + at * (BLOCK_M * DIM) + row[:, None] * DIM + dims[None, :]
     return sums, partial.tops + at * (2 * BLOCK_M) + row
 
@@ -358,8 +359,8 @@ def _merge_pieces(
     """Return the sums of values [rows, dims] and of softmax weights [rows] of a tile's pieces."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     most, total = tl.full([BLOCK_M], NEVER, tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    for piece in range(begin, begin + count):
-        sums, tops = _places_of_piece(partial, piece, kv_head, BLOCK_M, BLOCK_D, DIM)
+    for result in range(begin, begin + count):
+        sums, tops = _places_of_result(partial, result, kv_head, BLOCK_M, BLOCK_D, DIM)
         top = tl.load(tops, cache_modifier=".cg")
         weight = tl.load(tops + BLOCK_M, cache_modifier=".cg")
         higher = tl.maximum(most, top)

@@ -174,7 +174,8 @@ def attend_tiles(args: AttentionArgs, work: Tensor, reach: Tensor | None, shape:
     out, q, cache, seqs, layer, sinks, alibi_slopes = args
     results = None
     if work.shape[1] > 2:
-        results = _piece_results(len(work) * layer.kv_heads, shape.block_m, layer.head_dim, q.device)
+        num_results = 2 * programs_of(layer, q.device) * layer.kv_heads
+        results = _piece_results(num_results, shape.block_m, layer.head_dim, q.device)
     launch(kernels.tiles, len(work), layer.kv_heads)(
         out, q, q.stride(0), cache, seqs, work, sinks, alibi_slopes, reach, _scores(layer), results,
         BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, num_warps=shape.num_warps, num_stages=shape.num_stages,
@@ -209,11 +210,12 @@ def cut_on_host(tiles: Int64s, num_keys: Int64s, programs: int) -> Int64s:
     counts = np.where(num_keys - PIECE_GAIN > size, -(-num_keys // size), 1)
     if counts.max() == 1:
         return tiles
-    begins = np.cumsum(counts) - counts
+    begins, num_results = np.cumsum(counts) - counts, np.where(counts > 1, counts, 0)
+    results = np.cumsum(num_results) - num_results
     owner = np.repeat(np.arange(len(tiles)), counts)
     first = (np.arange(len(owner)) - begins[owner]) * size
     ends = np.where(counts[owner] > 1, first + size, 2**31 - 1)
-    return np.column_stack((tiles[owner], first, ends, begins[owner], counts[owner]))
+    return np.column_stack((tiles[owner], first, ends, results[owner], counts[owner]))
 
 
 def cut_on_device(
@@ -312,10 +314,10 @@ def _partial(shares: int, rows: int, head_dim: int, device: torch.device) -> Par
     return PartialAttention(sums, tops, _arrivals(shares, device))
 
 
-def _piece_results(pieces: int, rows: int, head_dim: int, device: torch.device) -> PieceResults:
-    sums = torch.empty(pieces * rows * head_dim, dtype=torch.float32, device=device)
-    tops = torch.empty(pieces * rows * 2, dtype=torch.float32, device=device)
-    return PieceResults(sums, tops, _arrivals(max(pieces, _COUNTERS), device))
+def _piece_results(results: int, rows: int, head_dim: int, device: torch.device) -> PieceResults:
+    sums = torch.empty(results * rows * head_dim, dtype=torch.float32, device=device)
+    tops = torch.empty(results * rows * 2, dtype=torch.float32, device=device)
+    return PieceResults(sums, tops, _arrivals(max(results, _COUNTERS), device))
 
 
 @cache

@@ -25,9 +25,11 @@ def cut_tiles(
     """Assign sequences with at most FEW queries to `few` [num_seqs], and cut the others into tiles of TILE
     queries, whose keys are cut into pieces. The last sequence pads the batch. Grid: (1,).
 
-    `work` [num_pieces, 6] has for each piece its sequence, first query, first key, end of the keys, the first
-    piece of its tile and the tile's number of pieces. Unused pieces have 0 there, and begin after the last
-    token. `programs` programs share the keys of all tiles; 0: tiles are not cut.
+    `work` [num_pieces, 6] has for each piece its sequence, first query, first key, end of the keys, the index
+    of the first result of its tile, if the tile is cut, and the tile's number of pieces. Unused pieces have 0
+    there, and begin after the last token. `programs` programs share the keys of all tiles; 0: tiles are not
+    cut. The results are those of the pieces of cut tiles, at most 2 * `programs`: a tile that is cut is
+    longer than a piece.
     """
     seq, last = tl.arange(0, SEQS), num_seqs - 1
     exists = seq < num_seqs
@@ -42,22 +44,25 @@ def cut_tiles(
         total += tl.sum(tl.where(tile < counts, _keys(lens, num_queries, tile * TILE, TILE), 0), 0)
     size = tl.cdiv(total, programs) if programs > 0 else 1 << 30
     size = tl.maximum(tl.cdiv(size, STEP) * STEP, LEAST)
-    next_piece = 0
+    next_piece, next_result = 0, 0
     for tile in range(0, most):
         # The last tile of a sequence comes first: it has the most keys.
         used, first = tile < counts, (counts - 1 - tile) * TILE
         keys = _keys(lens, num_queries, first, TILE)
         num = tl.where(used, tl.where(keys - GAIN > size, tl.cdiv(keys, size), 1), 0)
         begin = next_piece + tl.cumsum(num, 0) - num
+        cut = tl.where(num > 1, num, 0)
+        result = next_result + tl.cumsum(cut, 0) - cut
         for piece in range(0, tl.max(num, 0)):
             here, to = piece < num, work + 6 * (begin + piece)
             tl.store(to, seq, mask=here)
             tl.store(to + 1, first, mask=here)
             tl.store(to + 2, piece * size, mask=here)
             tl.store(to + 3, tl.where(num > 1, (piece + 1) * size, 0x7FFFFFFF), mask=here)
-            tl.store(to + 4, begin, mask=here)
+            tl.store(to + 4, result, mask=here)
             tl.store(to + 5, num, mask=here)
         next_piece += tl.sum(num, 0)
+        next_result += tl.sum(cut, 0)
     for begin in range(next_piece, num_pieces, SEQS):
         to, unused = work + 6 * (begin + seq), begin + seq < num_pieces
         tl.store(to, last, mask=unused)
