@@ -78,8 +78,9 @@ class Admitter:
             plan = flight.plan
             chunks = plan.num_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_tokens
             self.cost.learn(chunks, flight.starts, flight.seconds)
-        if self.targets is not None:
-            self.targets.warn_of_steps(self.running)
+            if self.targets is not None:
+                self.targets.record_step(chunks, flight.seconds)
+                self.targets.warn_of_steps(self.running)
 
     def _limit_prompts(self, pending: Ints) -> None:
         """Limit the prompt tokens of the next step, since they delay the decodes in it: if several tenants

@@ -35,8 +35,6 @@ _LEAST_MIXED = 4
 _NUM_STARTUP = 64
 """Number of first steps for which no warnings are logged: their durations may include the compilation of
 kernels."""
-_SMALL_INTERVAL = 8
-"""Number of steps with prompt tokens for which a step with few of them counts as measured."""
 _FIT_INTERVAL, _SURPRISE = 16, 1.5
 """Number of steps after which the costs are fitted again. In the beginning they are fitted after every step,
 and always after a step that took more than this multiple of what was expected."""
@@ -79,7 +77,7 @@ class StepCost:
         self._factors = [1.0] * _NUM_CLASSES
         """By class of steps: median ratio of the measured duration to the sum of the terms."""
         self._num_mixed = self._max_prompt_tokens = 0
-        self._small_at = -_SMALL_INTERVAL
+        self._small_at = -_MEMORY
         """`_num_mixed` at the last step with few prompt tokens."""
 
     def learn(self, chunks: Ints, starts: Ints, seconds: float) -> None:
@@ -121,9 +119,10 @@ class StepCost:
         return self.is_known and num_plain >= _NUM_PLAIN // 4 and num_plain + self._num_mixed > _NUM_STARTUP
 
     @property
-    def knows_small_steps(self) -> bool:
-        """Whether one of the last steps with prompt tokens had few, so that `least_s` was measured."""
-        return self._num_mixed - self._small_at < _SMALL_INTERVAL
+    def num_since_small(self) -> int:
+        """Return the number of steps with prompt tokens since one with few of them, which measured
+        `least_s`."""
+        return self._num_mixed - self._small_at
 
     def step_s(self, decodes: Decodes, num_prompt_tokens: int = 0) -> float:
         """Return the seconds of a step with these decodes and prompt tokens."""

@@ -29,7 +29,14 @@ _SMALL_FACTOR, _LARGE_FACTOR, _NEAR = 4 / 3, 2.0, 0.7
 """Factors by which prompt tokens may lengthen a step over one of its decodes and a few prompt tokens,
 whatever the target is. The second factor applies if that small step takes more than the fraction _NEAR of the
 target: many prompt tokens may take little longer than a few, and prompts that end sooner leave more steps
-without them."""
+without them. Steps without prompt tokens follow, until the mean duration is within the target, or within the
+first factor of the decodes alone if these take longer."""
+_SMALL_INTERVAL, _FAR = 8, 8.0
+"""A target is given up only if one of this many last steps with prompt tokens had few of them. If the step
+would take more than the second multiple of the target, the last one must have had few."""
+_MAX_EXCESS, _LEAST_REPAID = 2.0, 0.25
+"""A step counts as taking at most the first multiple of its planned duration, since an outlier would keep
+prompts waiting, and a step without prompt tokens repays at least the second fraction of its duration."""
 _RENEWAL = 4.0
 """A missed deadline is replaced by one that is this many times as far from the arrival."""
 _COUNT_S = 0.05
@@ -49,6 +56,11 @@ class Targets:
         self.cost = StepCost()
         self._backlog, self._counted_at = Backlog(), 0.0
         self._warned: set[str] = set()
+        self._mean_s = self._planned_s = math.inf
+        """Mean duration of steps that the decodes' targets allow, and planned duration of the last step with
+        prompt tokens."""
+        self._excess_s = 0.0
+        """Seconds by which steps with prompt tokens exceeded `_mean_s`, less those that other steps saved."""
 
     def deadline(self, request: Request, now: float) -> float:
         """Return the monotonic time at which the first token is due."""
@@ -68,16 +80,31 @@ class Targets:
         """Return the most prompt tokens of the next step; None if no decode has a target."""
         target_s = float(running.itl_s[running.order[pending <= 1]].min(initial=math.inf))
         if target_s == math.inf:
+            self._mean_s, self._excess_s = math.inf, 0.0
             return None
         decodes = Decodes.of(running, pending)
+        self._mean_s = max(_MARGIN * target_s, _SMALL_FACTOR * self.cost.step_s(decodes))
+        if self._excess_s > 0:
+            return 0
         least_s = self.cost.least_s(decodes)
         factor = _SMALL_FACTOR if least_s <= _NEAR * target_s else _LARGE_FACTOR
-        seconds = max(_MARGIN * target_s, factor * least_s)
-        if seconds > target_s and not self.cost.knows_small_steps:
+        seconds = self._planned_s = max(_MARGIN * target_s, factor * least_s)
+        interval = _SMALL_INTERVAL if seconds <= _FAR * target_s else 1
+        if seconds > target_s and self.cost.num_since_small >= interval:
             # If steps had been slow for another reason, such as the compilation of kernels, large steps would
             # not show it: few prompt tokens are tried before the target is given up.
             return FIRST_TOKENS
         return max(LEAST_TOKENS, self.cost.num_prompt_tokens(seconds, decodes))
+
+    def record_step(self, chunks: Ints, seconds: float) -> None:
+        """Record that a step took `seconds`, in which the rows computed `chunks` tokens each."""
+        if self._mean_s == math.inf or not (chunks == 1).any():
+            return
+        if (chunks > 1).any():
+            self._excess_s += min(seconds, _MAX_EXCESS * self._planned_s) - self._mean_s
+        else:
+            self._excess_s -= max(self._mean_s - seconds, _LEAST_REPAID * seconds)
+        self._excess_s = max(0.0, self._excess_s)
 
     def due_times(self, running: Running, pending: Ints, now: float) -> NDArray[np.float64]:
         """Return for every row of `running.order` the time at which its prompt must start (see `due`); 0 for
