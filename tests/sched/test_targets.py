@@ -184,7 +184,6 @@ def test_backlog_counts_tokens_that_are_not_computed() -> None:
         num_blocks=400, max_num_batched_tokens=20, max_num_seqs=1, policy="priority", targets=targets
     )
     targets.cost.learn = lambda *args: None  # type: ignore[method-assign]
-    record_step, targets.record_step = targets.record_step, lambda *args: None  # type: ignore[method-assign]
     engine.add("a", [5] * 50, 2, tenant=1)
     engine.step()
     engine.add("b", [5] * 30, 2, tenant=2, priority=3)
