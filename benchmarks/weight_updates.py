@@ -271,7 +271,7 @@ def answers_of_new_engine(folder: str, flags: list[str]) -> list[list[int]]:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         max_model_len=2048,
-        gpu_memory_utilization=0.8,
+        gpu_memory_utilization=0.5,  # the trainer still has its weights
         batch_invariant="--batch-invariant" in flags,
     )
     prompts: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]
