@@ -32,7 +32,8 @@ class Server:
                 self.call("/health")
                 return
             if self.process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"the server has not started; see {log}")
+                last_lines = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+                raise SystemExit(f"the server has not started; the end of {log}:\n{last_lines}")
             time.sleep(0.5)
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
