@@ -91,7 +91,9 @@ def main() -> None:
         num_bytes = write_checkpoint(args.config_dir, weights)
         (folder / NAMES[1]).symlink_to(weights)
         models = folder / "models.yaml"
-        models.write_text("".join(f"- model: {folder / name}\n  served-model-name: {name}\n" for name in NAMES))
+        models.write_text(
+            "".join(f"- model: {folder / name}\n  served-model-name: {name}\n" for name in NAMES)
+        )
         flags = ["--models-config", str(models), "--skip-tokenizer-init", *shlex.split(args.serve)]
         began = time.monotonic()
         server = Server(log, *flags)
@@ -119,7 +121,8 @@ def main() -> None:
                     times.append(first_token_s(server, NAMES[0]))
         finally:
             server.stop()
-        print(f"{num_bytes / 1e9:.2f} GB of weights\n\n| state of the model | s: median | largest |\n|---|--:|--:|")
+        print(f"{num_bytes / 1e9:.2f} GB of weights\n")
+        print("| state of the model | s: median | largest |\n|---|--:|--:|")
         for label, times in rows.items():
             print(f"| {label} | {statistics.median(times):.2f} | {max(times):.2f} |")
 

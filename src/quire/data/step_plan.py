@@ -221,6 +221,9 @@ class StepResult(msgspec.Struct):
     requests return them."""
     routes: StepRoutes | None = None
     """The MoE experts that all tokens of the step were routed to; None unless requests return experts."""
+    device_s: float = 0.0
+    """Seconds between the start of the step on the device, which is after the end of the previous one, and
+    its end; 0: not measured."""
 
 
 class Pending(Protocol):

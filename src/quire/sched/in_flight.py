@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,8 @@ class StepInFlight:
     indexed: list[Block]
     """Blocks that entered the prefix index with this step."""
     made_at: float = field(default_factory=time.monotonic)
+    device_s: float = 0.0
+    """`StepResult.device_s` of the step, once it has ended."""
     seconds: float = 0.0
     """Duration of the step, once it has ended."""
 
@@ -62,9 +65,10 @@ class StepInFlight:
 
     def shares(self, running: Running, at: float) -> dict[str, float]:
         """Divide the duration of the step, which ended at time `at`, between its requests by their tokens.
-        Return the seconds of each timed request, by request id. The step began when the previous step had
-        ended, or when it was planned if that was later."""
-        self.seconds, running.stepped_at = at - max(self.made_at, running.stepped_at), at
+        Return the seconds of each timed request, by request id. If the device has not measured the duration,
+        the step began when the previous step had ended, or when it was planned if that was later. That is
+        less exact: while the host launches the kernels of the next step, it sees the end of this one late."""
+        self.seconds, running.stepped_at = self.device_s or at - max(self.made_at, running.stepped_at), at
         if not running.timed:
             return {}
         timed = np.isin(self.rows, list(running.timed)) & self.alive(running)
@@ -74,6 +78,7 @@ class StepInFlight:
     def step_tokens(self, running: Running, result: StepResult) -> StepTokens:
         """Return the new tokens and other results of the step, without the rows of requests that have ended
         meanwhile."""
+        self.device_s = result.device_s
         rows, plan, alive = self.rows, self.plan, self.alive(running)
         sampled = rows if len(plan.sampling_rows) == len(rows) else rows[plan.samples]
         num_drafts = plan.num_drafts[plan.samples] if len(plan.num_drafts) else plan.num_drafts
@@ -84,7 +89,7 @@ class StepInFlight:
             sampled = rows[plan.samples & alive]
             remaining_rows, is_kept = set(rows[alive].tolist()), alive[plan.samples]
             counts, drafted = result.counts, result.drafted
-            by_row = {
+            by_row: dict[str, Any] = {
                 name: {row: value for row, value in getattr(result, name).items() if row in remaining_rows}
                 for name in ("logprobs", "prompt_logprobs", "aligned", "sampling_masks")
             }

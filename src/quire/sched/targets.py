@@ -34,9 +34,10 @@ first factor of the decodes alone if these take longer."""
 _SMALL_INTERVAL, _FAR = 8, 8.0
 """A target is given up only if one of this many last steps with prompt tokens had few of them. If the step
 would take more than the second multiple of the target, the last one must have had few."""
-_MAX_EXCESS, _LEAST_REPAID = 2.0, 0.25
+_MAX_EXCESS, _MAX_CREDIT, _LEAST_REPAID = 4.0, 2.0, 0.25
 """A step counts as taking at most the first multiple of its planned duration, since an outlier would keep
-prompts waiting, and a step without prompt tokens repays at least the second fraction of its duration."""
+prompts waiting. Short steps are credited up to the second multiple of the allowed mean duration. A step
+without prompt tokens repays at least the third fraction of its duration."""
 _RENEWAL = 4.0
 """A missed deadline is replaced by one that is this many times as far from the arrival."""
 _COUNT_S = 0.05
@@ -60,7 +61,8 @@ class Targets:
         """Mean duration of steps that the decodes' targets allow, and planned duration of the last step with
         prompt tokens."""
         self._excess_s = 0.0
-        """Seconds by which steps with prompt tokens exceeded `_mean_s`, less those that other steps saved."""
+        """Seconds by which steps with prompt tokens exceeded `_mean_s`, less those that other steps saved;
+        negative for a credit."""
 
     def deadline(self, request: Request, now: float) -> float:
         """Return the monotonic time at which the first token is due."""
@@ -104,7 +106,7 @@ class Targets:
             self._excess_s += min(seconds, _MAX_EXCESS * self._planned_s) - self._mean_s
         else:
             self._excess_s -= max(self._mean_s - seconds, _LEAST_REPAID * seconds)
-        self._excess_s = max(0.0, self._excess_s)
+        self._excess_s = max(-_MAX_CREDIT * self._mean_s, self._excess_s)
 
     def due_times(self, running: Running, pending: Ints, now: float) -> NDArray[np.float64]:
         """Return for every row of `running.order` the time at which its prompt must start (see `due`); 0 for

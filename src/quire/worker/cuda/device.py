@@ -22,7 +22,7 @@ from quire.worker.cuda.draft_verify import DrafterUpdate, Speculation, read, tak
 from quire.worker.cuda.dummy_batches import DummyBatches
 from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, verify_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling
-from quire.worker.cuda.readback import PendingTokens, Read
+from quire.worker.cuda.readback import PendingTokens, Read, Readback
 from quire.worker.device import ONE_TOKEN, DeviceStep, ForwardResult, Model, NewTokens, StepFeatures
 from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, tensors
 from quire.worker.memory import Needs
@@ -68,10 +68,8 @@ class CudaDevice:
         size, dtype = max_rows, torch.int64
         if self.speculation is not None:
             size, dtype = 2 * max_rows * self._max_samples_per_row + 1, torch.int32
-        is_cuda = device.type == "cuda"
-        self._readbacks = cycle(
-            [(pinned(size, dtype=dtype), torch.cuda.Event() if is_cuda else None) for _ in range(in_flight)]
-        )
+        self._readbacks = cycle([self._new_readback(size, dtype) for _ in range(in_flight)])
+        self._readback = next(self._readbacks)
         self._masked_sampling = MaskedSampling(max_rows, size, all_rows.sampling.vocab, device)
         sampling = sample, self._masked_sampling, self.speculation
         self.dummy_batches = DummyBatches(
@@ -201,7 +199,16 @@ class CudaDevice:
             self._draft_graphs.forget()
         self._sampled_in_graph = None
 
+    def _new_readback(self, size: int, dtype: torch.dtype) -> Readback:
+        is_cuda = self.device.type == "cuda"
+        events = [torch.cuda.Event(enable_timing=True) if is_cuda else None for _ in range(2)]
+        return Readback(pinned(size, dtype=dtype), *events)
+
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
+        if len(plan.rows):
+            self._readback = next(self._readbacks)
+            if self._readback.started is not None:
+                self._readback.started.record()
         places, ids = all_rows.all_block_changes()
         self._masked_sampling.set_later(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
         features = self.model.features(plan, all_rows, self.device)
@@ -363,12 +370,12 @@ class CudaDevice:
     def _copy_to_host(
         self, values: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read
     ) -> "PendingTokens":
-        buffer, copied = next(self._readbacks)
-        tokens = buffer[: len(values)]
+        readback = self._readback
+        tokens = readback.buffer[: len(values)]
         tokens.copy_(values, non_blocking=True)
-        if copied is not None:
-            copied.record()
-        return PendingTokens(copied, tokens, sampled, new, all_rows, read)
+        if readback.copied is not None:
+            readback.copied.record()
+        return PendingTokens(readback, tokens, sampled, new, all_rows, read)
 
 
 class _Pinned:

@@ -1,6 +1,7 @@
-"""The copy of a step's sampled tokens from the device to the host."""
+"""The copy of a step's sampled tokens from the device to the host, and the duration of the step there."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +17,21 @@ Read = Callable[[Ints], tuple[Ints, Ints, Ints]]
 drafts of each row. Empty numbers: one token per row, no drafts."""
 
 
+class Readback(NamedTuple):
+    """Pinned memory for the new tokens of a step in flight, and events at its start and end on the device;
+    None on a CPU."""
+
+    buffer: Tensor
+    started: torch.Event | None
+    copied: torch.Event | None
+
+
 class PendingTokens:
     """Sampled tokens that are being copied to the host."""
 
     def __init__(
         self,
-        copied: torch.Event | None,
+        readback: Readback,
         tokens: Tensor,
         sampled: Sampled,
         new: NewTokens,
@@ -29,7 +39,7 @@ class PendingTokens:
         read: Read,
     ) -> None:
         self._read = read
-        self._copied = copied
+        self._readback = readback
         self._tokens = tokens
         self._sampled = sampled
         self._new = new
@@ -38,9 +48,9 @@ class PendingTokens:
     def ready(self, timeout_s: float) -> bool:
         """Wait for the copy, whatever the timeout, and return True: a step on a GPU is short, or the device
         has failed."""
-        if self._copied is not None:
+        if self._readback.copied is not None:
             with device_failures():
-                self._copied.synchronize()
+                self._readback.copied.synchronize()
         return True
 
     def wait(self) -> StepResult:
@@ -49,4 +59,7 @@ class PendingTokens:
         self._all_rows.append_sampled(*self._new, token_ids, counts)
         result = self._sampled.result(self._new.rows, token_ids, counts)
         result.drafted = drafted
+        _, started, copied = self._readback
+        if started is not None and copied is not None:
+            result.device_s = 1e-3 * started.elapsed_time(copied)
         return result
