@@ -89,7 +89,7 @@ class RemoteEngines:
         address = prefix.host, prefix.port
         if address not in self.device_reach:
             place = "this GPU by CUDA IPC" if is_reached else "host memory, since CUDA IPC is not possible"
-            log.info("Prefixes of the engine at %s:%d arrive in %s", *address, place)
+            log.info("Prefixes of the engine at %s:%d arrive in %s", prefix.host, prefix.port, place)
         self.device_reach[address] = is_reached
 
     def close(self) -> None:

@@ -51,9 +51,14 @@ def _call(name: str, *args: Any) -> None:
 
 def _copy(target: int, source: int, num_bytes: int) -> None:
     """Start a copy on the current stream."""
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    addresses = ctypes.c_void_p(target), ctypes.c_void_p(source)
-    _call("cudaMemcpyAsync", *addresses, ctypes.c_size_t(num_bytes), ctypes.c_int(_ANY_DIRECTION), stream)
+    _call(
+        "cudaMemcpyAsync",
+        ctypes.c_void_p(target),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(num_bytes),
+        ctypes.c_int(_ANY_DIRECTION),
+        ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+    )
 
 
 class _DeviceBytes:
