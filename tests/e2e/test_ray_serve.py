@@ -138,22 +138,23 @@ def streams(
     max_tokens: int,
     meanwhile: Callable[[], object] = lambda: None,
     begun: int = 8,
+    **fields: Any,
 ) -> list[list[int]]:
-    """Return the tokens of concurrent streams. When all have begun, `meanwhile` runs, then new streams
-    begin."""
+    """Return the tokens of concurrent streams, with `fields` in their bodies. When all have begun,
+    `meanwhile` runs, then new streams begin."""
 
     async def everything() -> list[list[int]]:
         seen: list[list[int]] = [[] for _ in range(num)]
         async with httpx.AsyncClient(base_url=fleet.url, timeout=TIMEOUT_S) as client:
             tasks = [
-                asyncio.create_task(stream(client, body(k, max_tokens, temperature=k % 2), seen[k]))
+                asyncio.create_task(stream(client, body(k, max_tokens, temperature=k % 2, **fields), seen[k]))
                 for k in range(num)
             ]
             while not all(len(tokens) >= begun for tokens in seen):
                 await asyncio.sleep(0.01)
                 assert not any(task.done() for task in tasks)
             await asyncio.to_thread(meanwhile)
-            short = [stream(client, body(k, 2, temperature=0)) for k in range(8)]
+            short = [stream(client, body(k, 2, temperature=0, **fields)) for k in range(8)]
             assert all(len(tokens) == 2 for tokens in await asyncio.gather(*short))
             return list(await asyncio.gather(*tasks))
 
@@ -314,11 +315,14 @@ def test_prompts_and_answers_have_replicas_of_their_own(fleet: Fleet) -> None:
         fields = body(0, 4, prompt=[7 + at % 200 for at in range(300)])
         usage = client.post("/v1/completions", json=fields).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens_by_tier"]["remote"] == 288
+        time.sleep(3)  # the ingress reads the reports of replicas every second
+        usage = client.post("/v1/completions", json=fields).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens_by_tier"].get("remote", 0) == 0
 
     def kill() -> None:
         os.kill(fleet.replicas("Prefill")[0].pid, signal.SIGKILL)
 
-    assert streams(fleet, 8, 100, kill) == expected
+    assert streams(fleet, 8, 100, kill, cache_salt="these prompts are not cached") == expected
     fleet.remove()
 
 
