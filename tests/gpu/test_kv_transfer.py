@@ -61,7 +61,7 @@ def consume(path: Path, pipe: Connection) -> None:
     pipe.send(None)
     while True:
         output = run(llm, *pipe.recv())
-        (buffer,) = tiers_of(llm).ipc._free
+        ((_, buffer),) = tiers_of(llm).ipc._free
         pipe.send((output.num_cached_tokens, output.outputs[0].token_ids, len(buffer.data)))
 
 
@@ -100,7 +100,7 @@ def test_prefixes_move_by_cuda_ipc(path: Path, monkeypatch: pytest.MonkeyPatch) 
         os.kill(pid, signal.SIGKILL)
         output = run(second, 5, kept)
         assert not output.num_cached_tokens and output.outputs[0].token_ids == expected
-    with process(produce, path) as (first, _):  # another engine writes to the same buffer
+    with process(produce, path) as (first, _):  # another engine writes to another buffer
         expected = run(alone, 6).outputs[0].token_ids
         first.send(6)
         output = run(second, 6, first.recv())

@@ -177,6 +177,7 @@ class Ipc:
     def __init__(self, *engines: EngineCore) -> None:
         self.buffers: list[Buffer] = []
         self.free: list[Buffer] = []
+        self.delayed: list[Buffer] = []
         self.can_open = True
         for engine in engines:
             tiers: Any = engine.executor._worker._tiers  # type: ignore[attr-defined]
@@ -190,8 +191,8 @@ class Ipc:
             self.free.append(self.buffers[-1])
         return self.free.pop()
 
-    def give_back(self, buffer: Buffer) -> None:
-        self.free.append(buffer)
+    def give_back(self, buffer: Buffer, delay_s: float) -> None:
+        (self.delayed if delay_s else self.free).append(buffer)
 
     def open(self, target: TargetMemory) -> Buffer | None:
         return self.buffers[target.handle[0]] if self.can_open else None
@@ -223,10 +224,10 @@ def test_memory_of_the_device_is_not_used_again_after_a_transfer_that_did_not_en
     models: dict[str, Path], cores: Any
 ) -> None:
     first, second = (cores(models["qwen3"], role) for role in ("kv_producer", "kv_consumer"))
-    expected = [decode(first, None, prompt_of(number))[0] for number in range(5)]
+    expected = [decode(first, None, prompt_of(number))[0] for number in range(6)]
     ipc = Ipc(first, second)
     ipc.take().error = ValueError("the other engine may write later")
-    ipc.give_back(ipc.buffers[0])
+    ipc.give_back(ipc.buffers[0], 0.0)
     tokens, request = decode(second, prefill(first, prompt_of(0)), prompt_of(0))
     assert tokens == expected[0] and not request.num_from_remote and not ipc.free
     tokens, request = decode(second, prefill(first, prompt_of(1)), prompt_of(1))
@@ -242,6 +243,11 @@ def test_memory_of_the_device_is_not_used_again_after_a_transfer_that_did_not_en
     remote.digest = "other"
     tokens, request = decode(second, prefill(first, prompt_of(4)), prompt_of(4))
     assert tokens == expected[4] and not request.num_from_remote and ipc.free == [ipc.buffers[1]]
+    transfer = prefill(first, prompt_of(5))
+    tiers_of(first).close()
+    remote._unreachable.clear()
+    tokens, request = decode(second, transfer, prompt_of(5))
+    assert tokens == expected[5] and not request.num_from_remote and ipc.delayed == [ipc.buffers[1]]
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])

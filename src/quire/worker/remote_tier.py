@@ -34,6 +34,8 @@ _MAX_BYTES = 1 << 30
 """Size limit of an answer; ZMQ closes connections that send a larger one."""
 _UNREACHABLE_S = 5.0
 """Seconds after a failed connection in which the engine is not contacted again."""
+_END_S = 10.0
+"""Seconds after the end of an engine in which its last copies to buffers are surely done."""
 _LINGER_MS = 1000
 _OTHER_TOKEN = f"it refused the connection: {VARIABLE} must be the same for both engines"
 _MONITORED = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | FAILURES | MISMATCHES
@@ -113,6 +115,8 @@ class RemoteRead:
         """Memory of the device that each read overwrites; None: entries arrive in host memory."""
         self._is_written = False
         """Whether the other engine may still write to the buffer."""
+        self._is_gone = False
+        """Whether the other engine has ended, or was never reached."""
 
     @staticmethod
     def num_at_once(entry_bytes: int) -> int:
@@ -160,8 +164,8 @@ class RemoteRead:
                 self.problem = problem or self.problem
         finally:
             self._stack.close()
-            if not is_written:
-                self._give_back()
+            if not is_written or self._is_gone:
+                self._give_back(_END_S if is_written else 0.0)
 
     def _message(self, *, keys: list[bytes] | None = None, ends: bool = False) -> ReadEntries:
         engines = self._engines
@@ -195,9 +199,9 @@ class RemoteRead:
         else:
             self._shares_memory = self._shares_memory and is_used
 
-    def _give_back(self) -> None:
+    def _give_back(self, delay_s: float = 0.0) -> None:
         if self.buffer is not None and self._engines.ipc is not None:
-            self._engines.ipc.give_back(self.buffer)
+            self._engines.ipc.give_back(self.buffer, delay_s)
             self.buffer = None
 
     def _ask(self, message: ReadEntries) -> tuple[EntriesRead, Any] | None:
@@ -208,6 +212,7 @@ class RemoteRead:
             answer = _decode(head)
         except (OSError, zmq.ZMQError) as error:
             self.problem, self._is_lost = str(error), True
+            self._is_gone = isinstance(error, ConnectionError)
             self._engines.note(self._prefix, self.problem)
             return None
         except msgspec.MsgspecError:
@@ -221,22 +226,23 @@ class RemoteRead:
         return None if self.problem else (answer, frames[0] if frames else b"")
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        """Send a message and return the frames of its answer; raise OSError if there is none in time."""
+        """Send a message and return the frames of its answer. Raise ConnectionError if the connection is
+        lost, and TimeoutError if there is no answer in time."""
         sock, monitor, poller = self._connection
         try:
             sock.send(message, zmq.NOBLOCK)
         except zmq.Again:  # the handshake has failed, and ZMQ does not try again
-            raise OSError(_OTHER_TOKEN) from None
+            raise ConnectionError(_OTHER_TOKEN) from None
         while (left := self._until - self._engines.clock()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
             if sock in ready:
                 return sock.recv_multipart()
             events = [event for event, _ in events_of(monitor)]
             if any(event & (FAILURES | MISMATCHES) for event in events):
-                raise OSError(_OTHER_TOKEN)
+                raise ConnectionError(_OTHER_TOKEN)
             if events:
-                raise OSError("it cannot be reached")
-        raise OSError(f"it did not answer within {self._engines.timeout_s:g} s")
+                raise ConnectionError("it cannot be reached")
+        raise TimeoutError(f"it did not answer within {self._engines.timeout_s:g} s")
 
     @cached_property
     def _connection(self) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Poller]":

@@ -7,6 +7,7 @@ requires that other processes close their mappings first, and a process that has
 import ctypes
 import secrets
 import threading
+import time
 from functools import cache
 from typing import Any
 
@@ -128,7 +129,8 @@ class CudaIpc:
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._stream = torch.cuda.Stream(device)
-        self._free: list[IpcBuffer] = []
+        self._free: list[tuple[float, IpcBuffer]] = []
+        """Buffers that are not in use, with the monotonic time from which they may be used."""
         self._num_buffers = 0
         self._lock = threading.Lock()
         """Held while `_free` and `_num_buffers` change."""
@@ -141,8 +143,11 @@ class CudaIpc:
     def take(self) -> IpcBuffer | None:
         """Return a buffer that no other engine writes to; None if there is none."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
+            now = time.monotonic()
+            for free in self._free:
+                if free[0] <= now:
+                    self._free.remove(free)
+                    return free[1]
             if self._num_buffers == _MAX_BUFFERS:
                 return None
             self._num_buffers += 1
@@ -153,11 +158,11 @@ class CudaIpc:
             warn_once(log, f"Prefixes from engines on this machine move through host memory: {error}")
             return None
 
-    def give_back(self, buffer: IpcBuffer) -> None:
-        """Keep a buffer for the next load. A buffer that another engine may still write to must not be given
-        back."""
+    def give_back(self, buffer: IpcBuffer, delay_s: float) -> None:
+        """Keep a buffer for loads that begin after `delay_s` seconds or later. A buffer that another engine
+        may write to after that must not be given back."""
         with self._lock:
-            self._free.append(buffer)
+            self._free.append((time.monotonic() + delay_s, buffer))
 
     # ---- for reads of other engines; runs in one thread at a time
 
