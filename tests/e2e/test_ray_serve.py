@@ -307,10 +307,10 @@ def test_prompts_and_answers_have_replicas_of_their_own(fleet: Fleet) -> None:
     """Check that prefixes move, that the answers are those of one fleet, and that the death of the replica
     that computes prompts ends no stream."""
     fleet.deploy()
-    expected = streams(fleet, 8, 100)
+    expected = streams(fleet, 8, 400)
     fleet.remove()
     fleet.deploy(min_replicas=2, prefill={"max_num_seqs": 4})
-    assert streams(fleet, 8, 100) == expected
+    assert streams(fleet, 8, 400) == expected
     with httpx.Client(base_url=fleet.url, timeout=TIMEOUT_S) as client:
         fields = body(0, 4, prompt=[7 + at % 200 for at in range(300)])
         usage = client.post("/v1/completions", json=fields).json()["usage"]
@@ -322,7 +322,7 @@ def test_prompts_and_answers_have_replicas_of_their_own(fleet: Fleet) -> None:
     def kill() -> None:
         os.kill(fleet.replicas("Prefill")[0].pid, signal.SIGKILL)
 
-    assert streams(fleet, 8, 100, kill, cache_salt="these prompts are not cached") == expected
+    assert streams(fleet, 8, 400, kill, cache_salt="these prompts are not cached") == expected
     fleet.remove()
 
 
