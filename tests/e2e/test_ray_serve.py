@@ -315,9 +315,6 @@ def test_prompts_and_answers_have_replicas_of_their_own(fleet: Fleet) -> None:
         fields = body(0, 4, prompt=[7 + at % 200 for at in range(300)])
         usage = client.post("/v1/completions", json=fields).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens_by_tier"]["remote"] == 288
-        time.sleep(3)  # the ingress reads the reports of replicas every second
-        usage = client.post("/v1/completions", json=fields).json()["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens_by_tier"].get("remote", 0) == 0
 
     def kill() -> None:
         os.kill(fleet.replicas("Prefill")[0].pid, signal.SIGKILL)
