@@ -138,22 +138,23 @@ def streams(
     max_tokens: int,
     meanwhile: Callable[[], object] = lambda: None,
     begun: int = 8,
+    **fields: Any,
 ) -> list[list[int]]:
-    """Return the tokens of concurrent streams. When all have begun, `meanwhile` runs, then new streams
-    begin."""
+    """Return the tokens of concurrent streams, with `fields` in their bodies. When all have begun,
+    `meanwhile` runs, then new streams begin."""
 
     async def everything() -> list[list[int]]:
         seen: list[list[int]] = [[] for _ in range(num)]
         async with httpx.AsyncClient(base_url=fleet.url, timeout=TIMEOUT_S) as client:
             tasks = [
-                asyncio.create_task(stream(client, body(k, max_tokens, temperature=k % 2), seen[k]))
+                asyncio.create_task(stream(client, body(k, max_tokens, temperature=k % 2, **fields), seen[k]))
                 for k in range(num)
             ]
             while not all(len(tokens) >= begun for tokens in seen):
                 await asyncio.sleep(0.01)
                 assert not any(task.done() for task in tasks)
             await asyncio.to_thread(meanwhile)
-            short = [stream(client, body(k, 2, temperature=0)) for k in range(8)]
+            short = [stream(client, body(k, 2, temperature=0, **fields)) for k in range(8)]
             assert all(len(tokens) == 2 for tokens in await asyncio.gather(*short))
             return list(await asyncio.gather(*tasks))
 
@@ -306,10 +307,10 @@ def test_prompts_and_answers_have_replicas_of_their_own(fleet: Fleet) -> None:
     """Check that prefixes move, that the answers are those of one fleet, and that the death of the replica
     that computes prompts ends no stream."""
     fleet.deploy()
-    expected = streams(fleet, 8, 100)
+    expected = streams(fleet, 8, 400)
     fleet.remove()
     fleet.deploy(min_replicas=2, prefill={"max_num_seqs": 4})
-    assert streams(fleet, 8, 100) == expected
+    assert streams(fleet, 8, 400) == expected
     with httpx.Client(base_url=fleet.url, timeout=TIMEOUT_S) as client:
         fields = body(0, 4, prompt=[7 + at % 200 for at in range(300)])
         usage = client.post("/v1/completions", json=fields).json()["usage"]
@@ -318,7 +319,7 @@ def test_prompts_and_answers_have_replicas_of_their_own(fleet: Fleet) -> None:
     def kill() -> None:
         os.kill(fleet.replicas("Prefill")[0].pid, signal.SIGKILL)
 
-    assert streams(fleet, 8, 100, kill) == expected
+    assert streams(fleet, 8, 400, kill, cache_salt="these prompts are not cached") == expected
     fleet.remove()
 
 

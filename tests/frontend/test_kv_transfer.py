@@ -97,15 +97,15 @@ def test_the_first_sequence_keeps_the_prefix_and_all_load_it() -> None:
 
 def test_memory_of_another_process_is_opened_by_its_random_bytes_alone(tmp_path: Path) -> None:
     with TransferMemory(100) as memory:
-        opened = open_memory(memory.path, memory.nonce)
+        opened = open_memory(memory.target.path, memory.target.nonce)
         assert opened is not None
         opened[:3] = b"abc"
         assert bytes(memory.data[:3]) == b"abc" and len(opened) == 100
-        assert open_memory(memory.path, bytes(32)) is None
-        assert open_memory(memory.path, b"") is None
+        assert open_memory(memory.target.path, bytes(32)) is None
+        assert open_memory(memory.target.path, b"") is None
         file = tmp_path / "file"
-        file.write_bytes(memory.nonce + bytes(100))
-        assert open_memory(str(file), memory.nonce) is None, "only descriptors of processes are opened"
-        assert open_memory("/proc/1/fd/../../../etc/passwd", memory.nonce) is None
-        assert open_memory("/proc/self/fd/0", memory.nonce) is None
-    assert open_memory(memory.path, memory.nonce) is None
+        file.write_bytes(memory.target.nonce + bytes(100))
+        assert open_memory(str(file), memory.target.nonce) is None, "only descriptors of processes are opened"
+        assert open_memory("/proc/1/fd/../../../etc/passwd", memory.target.nonce) is None
+        assert open_memory("/proc/self/fd/0", memory.target.nonce) is None
+    assert open_memory(memory.target.path, memory.target.nonce) is None

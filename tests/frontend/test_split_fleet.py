@@ -11,6 +11,7 @@ from quire.data.params import SamplingParams
 from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Add, StepDone, decode_to_core, encode
 from quire.errors import EngineError
+from quire.frontend.cached_prefixes import PrefixChanges
 from quire.frontend.fleet_link import ReplicaLost
 from quire.frontend.fleet_routes import FleetRoutes, Route
 from quire.frontend.inputs import Prompt
@@ -78,6 +79,36 @@ def test_prompts_are_computed_by_the_first_fleet() -> None:
             assert tokens_of(short) == expected(prompt(5, 16)) and split.prefixes[-1] is None
             await split.client.ask("logprobs", prompt(6), prompt_logprobs=1)
             assert split.prefixes[-1] is None and len(split.prefill.requests) == 3
+
+    run(check())
+
+
+def test_prompts_are_computed_with_the_answer_by_a_replica_that_has_them_cached() -> None:
+    async def check() -> None:
+        async with Split() as split:
+            split.decode.running["b"] = 0
+            client, first, second = split.client, prompt(0, 700), prompt(0, 960)
+            turns = [first, first, [*first, *prompt(1, 100)], prompt(2), second]
+            for number, (tokens, num_prefills) in enumerate(zip(turns, (1, 1, 1, 2, 2), strict=True)):
+                assert tokens_of(await client.ask(f"r{number}", tokens)) == expected(tokens)
+                assert len(split.prefill.requests) == num_prefills
+            home, other = sorted(split.decode.running, key=lambda name: name != split.decode.placed[0])
+            routes = client.engine._links[0].routes  # type: ignore[attr-defined]
+            assert split.decode.placed == [home, home, home, other, home]
+            route = routes.route("r", second)
+            assert routes.num_cached(route) == 928
+            routes.update_load(home, num_running=9, num_waiting=9, kv_usage=0.9)
+            assert routes.num_cached(route) == 0, "the request would go to the other replica"
+            routes.update_load(home, num_running=0, num_waiting=0, kv_usage=0)
+            routes.note_cached(home, PrefixChanges(1, removed=route.prefix.keys[20:].tobytes()))
+            assert routes.num_cached(route) == route.prefix.depths[19] == 320
+            await client.ask("evicted", second)
+            assert len(split.prefill.requests) == 3
+            await client.ask("longer", [*first[:64], *prompt(3, 560)])
+            assert len(split.prefill.requests) == 4, "too many tokens follow the cached prefix"
+            routes.forget_prefixes()
+            await client.ask("reset", first)
+            assert len(split.prefill.requests) == 5
 
     run(check())
 

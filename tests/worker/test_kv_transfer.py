@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from oracle import make_tiny
 
@@ -14,7 +15,7 @@ from quire.configure import configure
 from quire.core.build import build_core
 from quire.core.engine_core import EngineCore
 from quire.data.kv_tiers import BlockRead
-from quire.data.kv_transfer import RemotePrefix
+from quire.data.kv_transfer import RemotePrefix, TargetMemory
 from quire.data.params import SamplingParams
 from quire.data.request import Request, with_transfer
 from quire.data.stats import TierStats
@@ -136,7 +137,7 @@ def test_answers_are_the_same_with_a_prefix_from_another_engine(
 ) -> None:
     if by_socket:
         monkeypatch.setattr(kv_tiers, "open_memory", lambda path, nonce: None)
-        monkeypatch.setattr(remote_tier, "_AT_ONCE_BYTES", 1)
+        monkeypatch.setattr(remote_tier, "AT_ONCE_BYTES", 1)
     unit = {"mamba_block_size": 16, "enable_prefix_caching": True} if family == "nemotron_h" else {}
     size = 32 if unit else 40
     alone, first, second = (
@@ -154,6 +155,99 @@ def test_answers_are_the_same_with_a_prefix_from_another_engine(
     (num_entries,), (num_bytes,) = stats.transfer_entries, stats.transfer_bytes
     assert num_entries >= (3 if unit else 10) and num_bytes == sum(stats.load_sizes)
     assert num_offers(first) == 0, "it was read"
+
+
+class Buffer:
+    """Memory of the engine that reads, which the other engine opens."""
+
+    def __init__(self, handle: bytes) -> None:
+        self.target = TargetMemory(bytes(32), handle=handle)
+        self.data = torch.zeros(1 << 20, dtype=torch.uint8)
+        self.error: Exception | None = None
+
+    def write(self, start: int, contents: torch.Tensor) -> None:
+        self.data[start : start + contents.nbytes] = contents.flatten()
+        if self.error is not None:
+            raise self.error
+
+
+class Ipc:
+    """CUDA IPC between two engines of this process, on memory of the CPU."""
+
+    def __init__(self, *engines: EngineCore) -> None:
+        self.buffers: list[Buffer] = []
+        self.free: list[Buffer] = []
+        self.delayed: list[Buffer] = []
+        self.can_open = True
+        for engine in engines:
+            tiers: Any = engine.executor._worker._tiers  # type: ignore[attr-defined]
+            tiers.ipc = self
+            if tiers.remote is not None:
+                tiers.remote.ipc = self
+
+    def take(self) -> Buffer:
+        if not self.free:
+            self.buffers.append(Buffer(bytes([len(self.buffers)])))
+            self.free.append(self.buffers[-1])
+        return self.free.pop()
+
+    def give_back(self, buffer: Buffer, delay_s: float) -> None:
+        (self.delayed if delay_s else self.free).append(buffer)
+
+    def open(self, target: TargetMemory) -> Buffer | None:
+        return self.buffers[target.handle[0]] if self.can_open else None
+
+    def close(self) -> None:
+        self.buffers.clear()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
+def test_entries_are_written_to_memory_of_the_device(
+    family: str, models: dict[str, Path], cores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = {"mamba_block_size": 16, "enable_prefix_caching": True} if family == "nemotron_h" else {}
+    alone, first, second = (
+        cores(models[family], role, **unit) for role in (None, "kv_producer", "kv_consumer")
+    )
+    monkeypatch.setattr(remote_tier, "AT_ONCE_BYTES", 5000)  # several reads, through the same buffer
+    monkeypatch.setattr(remote_tier, "TransferMemory", None)
+    ipc = Ipc(first, second)
+    for number in range(2):
+        expected = decode(alone, None, prompt_of(number))[0]
+        tokens, request = decode(second, prefill(first, prompt_of(number)), prompt_of(number))
+        assert tokens == expected and request.num_from_remote == (32 if unit else 40)
+    assert stats_of(second).num_failed_transfers == 0 and num_offers(first) == 0
+    assert len(ipc.buffers) == 1 and ipc.free == ipc.buffers and ipc.buffers[0].data.any()
+
+
+def test_memory_of_the_device_is_not_used_again_after_a_transfer_that_did_not_end(
+    models: dict[str, Path], cores: Any
+) -> None:
+    first, second = (cores(models["qwen3"], role) for role in ("kv_producer", "kv_consumer"))
+    expected = [decode(first, None, prompt_of(number))[0] for number in range(6)]
+    ipc = Ipc(first, second)
+    ipc.take().error = ValueError("the other engine may write later")
+    ipc.give_back(ipc.buffers[0], 0.0)
+    tokens, request = decode(second, prefill(first, prompt_of(0)), prompt_of(0))
+    assert tokens == expected[0] and not request.num_from_remote and not ipc.free
+    tokens, request = decode(second, prefill(first, prompt_of(1)), prompt_of(1))
+    assert tokens == expected[1] and request.num_from_remote == 40 and ipc.free == [ipc.buffers[1]]
+    ipc.can_open = False
+    for number in (2, 3):
+        tokens, request = decode(second, prefill(first, prompt_of(number)), prompt_of(number))
+        assert tokens == expected[number] and request.num_from_remote == 40
+        assert ipc.free == [ipc.buffers[1]] and stats_of(second).num_failed_transfers == (number == 2)
+    remote: Any = second.executor._worker._tiers.remote
+    assert [*remote.device_reach.values()] == [False], "it is not offered again"
+    remote.device_reach.clear()
+    remote.digest = "other"
+    tokens, request = decode(second, prefill(first, prompt_of(4)), prompt_of(4))
+    assert tokens == expected[4] and not request.num_from_remote and ipc.free == [ipc.buffers[1]]
+    transfer = prefill(first, prompt_of(5))
+    tiers_of(first).close()
+    remote._unreachable.clear()
+    tokens, request = decode(second, transfer, prompt_of(5))
+    assert tokens == expected[5] and not request.num_from_remote and ipc.delayed == [ipc.buffers[1]]
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])

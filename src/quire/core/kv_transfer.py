@@ -97,7 +97,7 @@ class OfferServer:
             return EntriesRead(layout=self._layout), None
 
         def copy(ids: list[int], are_states: bool) -> Any:
-            read = executor.read(BlockRead(message.rank, ids, are_states, message.memory, message.nonce))
+            read = executor.read(BlockRead(message.rank, ids, are_states, message.target))
             while not read.done():
                 executor.watch()
                 time.sleep(WAIT_S)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.data.block_hash import DIGEST_BYTES
-from quire.data.kv_transfer import RemotePrefix
+from quire.data.kv_transfer import RemotePrefix, TargetMemory
 
 STATE_MARK = b"state"
 """Suffix that distinguishes the keys of SSM state checkpoints from the keys of KV blocks."""
@@ -65,10 +65,8 @@ class BlockRead(msgspec.Struct):
     ids: list[int]
     are_states: bool
     """Whether the entries are checkpoints of SSM states."""
-    memory: str = ""
-    """Path of memory of the other engine to write to; empty: the result has the bytes."""
-    nonce: bytes = b""
-    """Random bytes at the start of that memory."""
+    target: TargetMemory | None = None
+    """Memory of the other engine to write to; None: the result has the bytes."""
 
 
 class LoadDone(msgspec.Struct):

@@ -16,7 +16,7 @@ MAX_KEYS = 1024
 """Maximum number of KV cache entries that one `ReadEntries` message requests."""
 NONCE_BYTES = 32
 DATA_START = 64
-"""Byte offset of the KV cache entries in the shared memory of a transfer, which begins with a nonce."""
+"""Byte offset of the KV cache entries in the memory of a transfer, which begins with a nonce."""
 _MAX_TEXT = 512
 
 Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
@@ -88,6 +88,18 @@ def remote_prefix(params: TransferParams) -> RemotePrefix | None:
 # ---- messages between engines
 
 
+class TargetMemory(msgspec.Struct, frozen=True):
+    """Memory of the engine that reads entries, to which the other engine writes them, if both are on one
+    machine."""
+
+    nonce: bytes
+    """Random bytes at the start of the memory, since its path or handle may exist on several machines."""
+    path: str = ""
+    """Path of shared memory."""
+    handle: bytes = b""
+    """CUDA IPC handle of GPU memory, in place of a path."""
+
+
 class ReadEntries(msgspec.Struct):
     """Message to the engine that keeps a prefix: read some of its KV blocks, or some of its SSM state
     checkpoints."""
@@ -97,10 +109,8 @@ class ReadEntries(msgspec.Struct):
     """Digest of the settings that both engines must have in common."""
     request_id: str
     keys: Annotated[list[bytes], Meta(max_length=MAX_KEYS)] = []
-    memory: str = ""
-    """Path of shared memory for the entries; empty: the entries are part of the answer."""
-    nonce: bytes = b""
-    """Random bytes at the start of the shared memory, since its path may exist on several machines."""
+    target: TargetMemory | None = None
+    """Memory to write the entries to; None, or if it cannot be opened: the entries are part of the answer."""
     ends: bool = False
     """Whether this is the last message of a rank about the prefix, which is released after the last rank."""
     rank: Annotated[int, Meta(ge=0)] = 0
@@ -108,7 +118,7 @@ class ReadEntries(msgspec.Struct):
 
 
 class EntriesRead(msgspec.Struct, omit_defaults=True):
-    """Answer to `ReadEntries`. The entries follow in a second frame, or are in the shared memory."""
+    """Answer to `ReadEntries`. The entries follow in a second frame, or are in the memory of the message."""
 
     places: list[int] = []
     """Indices of the requested keys that have an entry in the answer, in order."""

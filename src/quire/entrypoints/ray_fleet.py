@@ -22,7 +22,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """Return lists of one replica each, the best replica first."""
+        """Return lists of one replica each, the best replica first. A call for a replica that is gone fails:
+        Ray would wait for it."""
         if pending_request is not None:  # Ray waits between two attempts
             pending_request.routing_context.should_backoff = True
         route = _route_of(pending_request)
@@ -35,6 +36,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
                 for name, replica in by_name.items()
             }
         )
+        if route.replica and route.replica not in by_name:
+            if not pending_request.future.done():
+                pending_request.future.set_exception(ReplicaLost(f"replica {route.replica} is gone"))
+            return [candidate_replicas]  # Ray looks at the future before it chooses among them
         return [[by_name[name]] for name in route.routes.rank(route, by_name)]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:

@@ -105,6 +105,15 @@ class FleetRoutes:
             )
             return [by_place[p] for p in sorted(places, key=lambda p: (p != best, cores[p].load))]
 
+    def num_cached(self, route: Route) -> int:
+        """Return the number of tokens of the prompt that the best replica for the request has cached, as far
+        as it is known."""
+        with self._lock:
+            numbers = {name: self._router.num_cached(at, route.prefix) for name, at in self._places.items()}
+        if not any(numbers.values()):
+            return 0  # `rank` would take turns among equal replicas
+        return numbers[self.rank(route, numbers)[0]]
+
     def assign(self, route: Route, replica: str) -> None:
         """Count a request at its replica until `end`."""
         with self._lock:

@@ -165,6 +165,17 @@ class Router:
         self.cores.append(_Core())
         return len(self.cores) - 1
 
+    def num_cached(self, core: int, prefix: Prefix) -> int:
+        """Return the number of tokens of a prompt that a core has cached, as far as it is known. Only some
+        lengths have keys, so up to a 16th of the prompt may be cached in addition."""
+        evicted = {} if self._evicted is None else dict(self._evicted.find(prefix.keys))
+        known = (
+            prefix.depths[place]
+            for place, cores in self._prefixes.find(prefix.keys)
+            if core in cores and core not in evicted.get(place, ())
+        )
+        return next(known, 0)
+
     def note_cached(self, core: int, stored: Keys, removed: Keys) -> None:
         """Record prefixes that have entered and left the cache of a core."""
         if self._evicted is None:

@@ -22,6 +22,9 @@ _ONE_TOKEN = SamplingParams(
     max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
 )
 """Sampling parameters of the request that computes a prompt; its token is not used."""
+_MAX_UNCACHED, _MAX_UNCACHED_SHARE = 512, 1 / 16
+"""Most tokens, and largest share of a prompt, that the second fleet computes after a cached prefix. Known
+lengths of cached prefixes are exact up to a 16th of the prompt."""
 
 
 class SplitFleet:
@@ -43,10 +46,12 @@ class SplitFleet:
         add = decode_to_core(data)
         assert isinstance(add, Add)
         (request,) = add.requests[:1]
-        if self._is_movable(request) and (prefix := await self._compute_prompt(request)) is not None:
-            for request in add.requests:
-                request.remote = prefix
-            data = encode(add)
+        if self._is_movable(request) and not _is_cached(route, request):
+            prefix = await self._compute_prompt(request)
+            if prefix is not None:
+                for request in add.requests:
+                    request.remote = prefix
+                data = encode(add)
         async with aclosing(self._decode.stream(route, data)) as stream:
             async for item in stream:
                 yield item
@@ -97,3 +102,10 @@ class SplitFleet:
         fleets = (self._decode, self._prefill)
         answers = await asyncio.gather(*(fleet.call_all(method, args, timeout_s) for fleet in fleets))
         return [answer for of_fleet in answers for answer in of_fleet]
+
+
+def _is_cached(route: Route, request: Request) -> bool:
+    """Whether the replica that will compute the answer has nearly all of the prompt in its prefix cache."""
+    num_cached = 0 if route.routes is None else route.routes.num_cached(route)
+    limit = max(_MAX_UNCACHED, request.prompt_len * _MAX_UNCACHED_SHARE)
+    return num_cached > 0 and request.prompt_len - num_cached <= limit

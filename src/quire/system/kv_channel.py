@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from quire.config.kv_transfer import TransferSettings
-from quire.data.kv_transfer import DATA_START, NONCE_BYTES, RemotePrefix
+from quire.data.kv_transfer import DATA_START, NONCE_BYTES, RemotePrefix, TargetMemory
 
 FOLDER = "kv_engines"
 _DESCRIPTOR = re.compile(r"/proc/\d{1,10}/fd/\d{1,10}")
@@ -92,9 +92,8 @@ class TransferMemory:
             os.close(fd)
             raise
         self._fd = fd
-        self.path = f"/proc/{os.getpid()}/fd/{fd}"
-        self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self._map[:NONCE_BYTES] = self.nonce
+        nonce = self._map[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
+        self.target = TargetMemory(nonce, path=f"/proc/{os.getpid()}/fd/{fd}")
         self.data = memoryview(self._map)[DATA_START:]
 
     def __enter__(self) -> Self:

@@ -18,12 +18,13 @@ from quire.layers.attention import Caching, PagedAttention
 from quire.layers.mla import MLAAttention
 from quire.layers.ssm import SSMMixer
 from quire.system.kv_channel import open_memory
+from quire.worker.cuda.ipc import CudaIpc, PeerBuffer
 from quire.worker.disk_tier import DiskTier
 from quire.worker.remote_tier import RemoteEngines, RemoteRead
 from quire.worker.state_checkpoints import StateCheckpoints
 
 _AT_ONCE = 64
-"""Most entries that are read from disk or another engine before they are copied to the device."""
+"""Most entries that are read from disk before they are copied to the device."""
 
 
 class CacheEntries:
@@ -146,6 +147,10 @@ class BlockCopies(Protocol):
         """Return the contents [n, entry_bytes] of entries that no step writes to, on the host, in `out` if it
         is given; may run in any thread."""
 
+    def write_to(self, buffer: PeerBuffer, ids: Sequence[int]) -> None:
+        """Copy entries that no step writes to, one after the other, to the buffer of another engine, and wait
+        until they are there; may run in any thread."""
+
     def begin_in(self) -> None:
         """Let later copies to the device wait for the steps that were submitted."""
 
@@ -202,6 +207,9 @@ class CpuBlockCopies:
     def read(self, ids: Sequence[int], out: Tensor | None = None) -> Tensor:
         return self.entries.gather(torch.tensor(ids), out)
 
+    def write_to(self, buffer: PeerBuffer, ids: Sequence[int]) -> None:
+        buffer.write(0, self.read(ids))
+
     def begin_in(self) -> None:
         """Do nothing: no step is under way."""
 
@@ -247,13 +255,16 @@ class KindTiers:
         failed: list[int] = []
         with self._entering:
             self.copies.begin_in()
-        for first in range(0, len(places), _AT_ONCE):
-            part = places[first : first + _AT_ONCE]
+        size = _AT_ONCE if remote is None else remote.num_at_once(self.copies.entries.entry_bytes)
+        for first in range(0, len(places), size):
+            part = places[first : first + size]
             contents = self._read(load, part, remote)
             failed += [place for place in part if place not in contents]
             if contents:
                 with self._entering:
                     self.copies.start_in([load.ids[at] for at in contents], [*contents.values()])
+            if remote is not None and remote.buffer is not None:
+                self.copies.wait_in()  # the next read overwrites the buffer
         self.copies.wait_in()
         return failed
 
@@ -264,8 +275,11 @@ class KindTiers:
         contents: dict[int, NDArray[np.uint8] | Tensor] = {}
         elsewhere = [place for place in places if load.slots[place] == REMOTE]
         if elsewhere and remote is not None:
-            read = remote.read([load.keys[place] for place in elsewhere], self.copies.entries.entry_bytes)
-            contents = {place: data for place, data in zip(elsewhere, read, strict=True) if data is not None}
+            keys = [load.keys[place] for place in elsewhere]
+            arrived = remote.read(keys, self.copies.entries.entry_bytes)
+            contents = {
+                place: data for place, data in zip(elsewhere, arrived, strict=True) if data is not None
+            }
         files = [place for place in places if load.slots[place] == ON_DISK]
         if files and self.disk is not None:
             read = self.disk.read([load.keys[place] for place in files])
@@ -286,10 +300,13 @@ class KindTiers:
 class WorkerTiers:
     """The lower tiers of one worker. Entries are stored in the order of steps, and loaded while steps run."""
 
-    def __init__(self, kinds: Sequence[KindTiers], remote: RemoteEngines | None = None) -> None:
-        """`kinds` has the tiers of KV blocks, and of SSM state checkpoints if there are any."""
+    def __init__(
+        self, kinds: Sequence[KindTiers], remote: RemoteEngines | None = None, ipc: CudaIpc | None = None
+    ) -> None:
+        """`kinds` has the tiers of KV blocks, and of SSM state checkpoints if there are any. With `ipc`,
+        entries are written to the GPU memory of other engines."""
         self.kinds = kinds
-        self.remote = remote
+        self.remote, self.ipc = remote, ipc
 
     def keys(self) -> list[bytes]:
         """Return the keys of all files, of blocks first, of each kind the least recently used first."""
@@ -336,11 +353,18 @@ class WorkerTiers:
         engine. Nothing may write to these entries during the call."""
         copies = self.kinds[read.are_states].copies
         shape = len(read.ids), copies.entries.entry_bytes
-        memory = open_memory(read.memory, read.nonce) if read.memory else None
+        target, memory = read.target, None
+        if target is not None and target.handle and self.ipc is not None:
+            buffer = self.ipc.open(target)
+            if buffer is not None:
+                copies.write_to(buffer, read.ids)
+                return memoryview(b"")
+        elif target is not None:
+            memory = open_memory(target.path, target.nonce)
         if memory is None:
             return copies.read(read.ids).numpy().reshape(-1).data
-        target = torch.from_numpy(np.frombuffer(memory, np.uint8, shape[0] * shape[1]).reshape(shape))
-        copies.read(read.ids, target)
+        out = torch.from_numpy(np.frombuffer(memory, np.uint8, shape[0] * shape[1]).reshape(shape))
+        copies.read(read.ids, out)
         return memoryview(b"")
 
     def rebind(self, copies: Sequence[BlockCopies]) -> None:
@@ -351,6 +375,8 @@ class WorkerTiers:
     def close(self) -> None:
         if self.remote is not None:
             self.remote.close()
+        if self.ipc is not None:
+            self.ipc.close()
         for kind in self.kinds:
             if kind.disk is not None:
                 kind.disk.close()

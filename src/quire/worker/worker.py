@@ -25,6 +25,7 @@ from quire.logs import get_logger
 from quire.memory import CacheSize, embeds_bytes, human, processor_bytes, size_cache
 from quire.parallel.world import World
 from quire.sampling.rows import SamplingRows
+from quire.worker.cuda.ipc import CudaIpc
 from quire.worker.device import device_failures
 from quire.worker.disk_tier import open_disk_tiers
 from quire.worker.eplb import Balancer
@@ -34,7 +35,7 @@ from quire.worker.lora import LoRAManager
 from quire.worker.memory import Needs, cache_room, table, use_expandable_segments
 from quire.worker.pooling import PoolingRunner
 from quire.worker.profiler import TorchProfiler
-from quire.worker.remote_tier import open_remote_engines
+from quire.worker.remote_tier import AT_ONCE_BYTES, open_remote_engines
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
 from quire.worker.sleep import OffloadedWeights, release_memory, used_bytes
@@ -291,8 +292,11 @@ class Worker:
         sizes = [kind.entries.entry_bytes for kind in copies]
         disks = open_disk_tiers(self.config, self.world.rank, sizes, num_files)
         parts = zip(copies, num_slots, disks, strict=False)
-        remote = open_remote_engines(self.config, self._rank_in_engine)
-        self._tiers = WorkerTiers([KindTiers(*part) for part in parts], remote)
+        ipc = None
+        if self.device.type == "cuda" and self.config.cache.kv_transfer_config:
+            ipc = CudaIpc(self.device, max(AT_ONCE_BYTES, *sizes))
+        remote = open_remote_engines(self.config, self._rank_in_engine, ipc)
+        self._tiers = WorkerTiers([KindTiers(*part) for part in parts], remote, ipc)
         return self._tiers.keys()
 
     def store_blocks(self, stores: BlockStores) -> None:

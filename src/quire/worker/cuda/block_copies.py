@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels.host_memory import host_memory, pin_in_background, rows_pinned_together
 from quire.kernels.host_to_device import copy_to_device
+from quire.worker.cuda.ipc import PeerBuffer
 from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 
 _LOAD_BYTES = 32 << 20
@@ -138,8 +139,21 @@ class CudaBlockCopies:
         return seconds
 
     def read(self, ids: Sequence[int], out: Tensor | None = None) -> Tensor:
+        contents = torch.empty((len(ids), self.entries.entry_bytes), dtype=torch.uint8, pin_memory=True)
+
+        def copy(first: int, blocks: Tensor) -> None:
+            contents[first : first + len(blocks)].copy_(blocks, non_blocking=True)
+
+        self._gather_for(ids, copy)
+        return contents if out is None else out.copy_(contents)
+
+    def write_to(self, buffer: PeerBuffer, ids: Sequence[int]) -> None:
         size = self.entries.entry_bytes
-        contents = torch.empty((len(ids), size), dtype=torch.uint8, pin_memory=True)
+        self._gather_for(ids, lambda first, blocks: buffer.write(first * size, blocks))
+
+    def _gather_for(self, ids: Sequence[int], copy: Callable[[int, Tensor], object]) -> None:
+        """Gather entries into device buffers. For each full buffer, call `copy` with the index of its first
+        entry and its contents, to start a copy on the current stream. Wait for the copies."""
         copied = torch.cuda.Event(blocking=True)
         with self._lock, torch.cuda.stream(self._copy_stream):
             places = copy_to_device(np.array(ids, np.int64), self.device)
@@ -147,12 +161,10 @@ class CudaBlockCopies:
             for first in range(0, len(ids), count):
                 part, staging = places[first : first + count], self._load_buffers[0]
                 self._load_buffers.reverse()
-                blocks = self.entries.gather(part, staging.memory[: len(part)])
-                contents[first : first + count].copy_(blocks, non_blocking=True)
+                copy(first, self.entries.gather(part, staging.memory[: len(part)]))
                 staging.used.record()
             copied.record()
         copied.synchronize()
-        return contents if out is None else out.copy_(contents)
 
     def begin_in(self) -> None:
         with self._lock:
