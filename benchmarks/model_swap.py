@@ -55,6 +55,10 @@ def wait_for(server: Server, model: str, level: int) -> None:
     raise SystemExit(f"{model} does not sleep at level {level}: {status}")
 
 
+def print_row(state: str, times: list[float]) -> None:
+    print(f"| {state} | {statistics.median(times):.2f} | {max(times):.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config_dir")
@@ -73,18 +77,18 @@ def main() -> None:
         )
         flags = ["--models-config", str(models), "--skip-tokenizer-init", *shlex.split(args.serve)]
         server = Server(log, *flags)
-        rows = {}
+        print(f"{num_bytes / 1e9:.2f} GB of weights\n")
+        print("| state of the model | s: median | largest |\n|---|--:|--:|", flush=True)
         try:
             first_token_s(server, NAMES[0])
-            rows["not loaded"] = [first_token_s(server, NAMES[1])]
+            print_row("not loaded", [first_token_s(server, NAMES[1])])
             first_token_s(server, NAMES[0])
-            rows["asleep in host memory (level 1)"] = [
-                first_token_s(server, NAMES[1 - number % 2]) for number in range(2 * args.rounds)
-            ]
-            rows["awake"] = [first_token_s(server, NAMES[0]) for _ in range(5)]
+            turns = [NAMES[1 - number % 2] for number in range(2 * args.rounds)]
+            print_row("asleep in host memory (level 1)", [first_token_s(server, name) for name in turns])
+            print_row("awake", [first_token_s(server, NAMES[0]) for _ in range(5)])
         finally:
             server.stop()
-        rows["weights discarded (level 2)"] = discarded = []
+        discarded = []
         server = Server(log, *flags, "--models-sleep-after", "0.5", "--models-discard-after", "1")
         try:
             for _ in range(3):
@@ -92,10 +96,7 @@ def main() -> None:
                 discarded.append(first_token_s(server, NAMES[0]))
         finally:
             server.stop()
-        print(f"{num_bytes / 1e9:.2f} GB of weights\n")
-        print("| state of the model | s: median | largest |\n|---|--:|--:|")
-        for label, times in rows.items():
-            print(f"| {label} | {statistics.median(times):.2f} | {max(times):.2f} |")
+        print_row("weights discarded (level 2)", discarded)
 
 
 if __name__ == "__main__":
