@@ -23,11 +23,11 @@ from quire.system.kv_channel import TransferMemory, token_host, zmq_address
 from quire.system.socket_security import FAILURES, MISMATCHES, events_of, secure
 
 _AT_ONCE_BYTES = 32 << 20
-"""Most bytes of one read, unless an entry is larger."""
+"""Maximum bytes of the entries that one message requests, unless a single entry is larger."""
 _MAX_BYTES = 1 << 30
 """Size limit of an answer; ZMQ closes connections that send a larger one."""
 _UNREACHABLE_S = 5.0
-"""Seconds after a failed connection in which the engine is not contacted again."""
+"""Seconds after a failed connection during which the engine is not contacted again."""
 _LINGER_MS = 1000
 _OTHER_TOKEN = f"it refused the connection: {VARIABLE} must be the same for both engines"
 _MONITORED = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | FAILURES | MISMATCHES
@@ -58,10 +58,12 @@ class RemoteEngines:
         self.clock = clock
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._unreachable: dict[tuple[str, int], tuple[float, str]] = {}
-        """Engines that could not be reached, by host and port: time of the next attempt, and problem."""
+        """Engines that could not be reached, by host and port, with the time of the next attempt and the
+        problem."""
 
     def open(self, prefix: RemotePrefix) -> "RemoteRead":
-        """Return a reader of a prefix; it reads nothing if its engine could not be reached a moment ago."""
+        """Return a reader of a prefix. If its engine could not be reached within the last `_UNREACHABLE_S`
+        seconds, the reader reads nothing."""
         until, problem = self._unreachable.get((prefix.host, prefix.port), (0.0, ""))
         return RemoteRead(self, prefix, problem if self.clock() < until else "")
 
@@ -73,11 +75,12 @@ class RemoteEngines:
 
 
 class RemoteRead:
-    """Reads the entries of one prefix from another engine, which releases the prefix at the end."""
+    """Reads the entries of one prefix from the engine that keeps it; at the end, that engine releases the
+    prefix."""
 
     def __init__(self, engines: RemoteEngines, prefix: RemotePrefix, problem: str) -> None:
         self.problem = problem
-        """Reason why nothing is read any more; empty: no problem."""
+        """Reason why no more entries are read; empty if there is none."""
         self._is_lost = bool(problem)
         """Whether the engine cannot be reached."""
         self._engines, self._prefix = engines, prefix
@@ -137,7 +140,8 @@ class RemoteRead:
         return ReadEntries(engines.token, engines.digest, prefix, keys or [], ends=ends, rank=engines.rank)
 
     def _share_memory(self, message: ReadEntries, num_bytes: int) -> None:
-        """Let the other engine write to shared memory, if it is on this machine."""
+        """Pass shared memory to the other engine, to which it writes the entries, if it is on this
+        machine."""
         try:
             if self._memory is None or len(self._memory.data) < num_bytes:
                 self._memory = self._stack.enter_context(TransferMemory(num_bytes))
@@ -189,7 +193,7 @@ class RemoteRead:
 
     @cached_property
     def _connection(self) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Poller]":
-        """Return the socket, which is connected, the one that reports its failures, and a poller of both."""
+        """Return the connected socket, the socket that reports its failures, and a poller of both."""
         address, is_v6 = zmq_address(self._prefix.host, self._prefix.port)
         sock: zmq.Socket[bytes] = self._engines.context.socket(zmq.DEALER)
         self._stack.callback(sock.close, _LINGER_MS)
@@ -214,7 +218,8 @@ def _differences(here: dict[str, str], there: dict[str, str]) -> str:
 
 
 def open_remote_engines(config: EngineConfig, rank: int) -> RemoteEngines | None:
-    """Return the engines that a rank loads prefixes from; None if the engine loads no prefixes."""
+    """Return the connections through which a rank loads prefixes from other engines; None if the engine loads
+    no prefixes."""
     settings = TransferSettings.of(config.cache.kv_transfer_config)
     if settings is None or not settings.consumes:
         return None
