@@ -97,9 +97,10 @@ class Operator:
         return not pause_state.is_open and is_idle and not (pause_state.drains and core.scheduler.has_work)
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> Work:
-        """Pause: admit no request, and wait until the core is at rest. Mode `abort` ends all requests, `wait`
-        finishes all admitted requests, `keep` holds them until the core is resumed. With `clear_cache`, held
-        requests are recomputed then, as after a preemption."""
+        """Admit no request, and wait until the core is at rest (no step is in flight or will be planned).
+        Mode `abort` ends all requests, `wait` finishes all admitted requests, `keep` holds them until the
+        core is resumed. With `clear_cache`, held requests are recomputed after that, as after a
+        preemption."""
         core = self.core
         core.pause_state.pause(mode)
         if mode == "abort":
@@ -284,7 +285,8 @@ class Operator:
         self.core.executor.call("profile", [start, prefix])
 
     def _wait_for_masks(self) -> Work:
-        """Wait until the last plan's grammar masks are sent: workers expect them right after the plan."""
+        """Wait until the grammar masks of the last plan are sent to the workers, which expect them right
+        after the plan."""
         self.core.sample_tokens()
         while self.core.step_queue.is_unsampled:
             yield None
@@ -303,7 +305,7 @@ class Operator:
 
 
 def _names_of(request_id: str) -> list[str]:
-    """Return the ids under which clients can abort a sequence: its own id, the id without the sequence prefix
-    and the unique suffix, and the latter without the prompt number."""
+    """Return the ids by which clients can name a sequence to abort it: its own id, the id without the
+    sequence prefix and the unique suffix, and the latter without the prompt number."""
     plain = _INTERNAL.sub("", _SIBLING.sub("", request_id))
     return [request_id, plain, re.sub(r"-\d+$", "", plain)]
