@@ -12,9 +12,10 @@ import zmq.asyncio
 from quire.frontend.prefix_map import Keys, PrefixKeys
 
 LOG_LENGTH = 1 << 16
-"""Number of past changes that are kept for readers; a reader that is further behind gets all keys."""
+"""Number of past changes that are kept for readers. A reader that has missed more changes gets all keys
+instead."""
 MAX_FORGOTTEN = 1 << 15
-"""Number of blocks that are still known although they are cached no longer."""
+"""Maximum number of blocks that are remembered although they are no longer cached."""
 _decode = msgspec.msgpack.Decoder().decode
 
 
@@ -37,7 +38,7 @@ class PrefixChanges(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A cached block, as the end of a prefix."""
+    """A cached block, which stands for the prefix that ends with it."""
 
     num_blocks: int
     total: int
