@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 from quire.parallel.group import Group
 
 _MOST_DEVICES = 64
-"""The largest device count suggested in error messages."""
+"""Largest number of devices that error messages suggest."""
 
 
 class Shard(NamedTuple):
@@ -39,8 +39,8 @@ def _in_units(size: int, unit: int | Fraction) -> int:
 
 
 Runs = tuple[Shard, ...]
-"""This device's shards along one axis of a stored tensor: the axis consists of consecutive ranges, and there
-is a shard of each range."""
+"""The parts of one axis of a stored tensor that this device loads: the axis is divided into consecutive
+ranges, such as queries, keys and values, and there is a shard of each range."""
 
 
 def divided(group: Group, size: int) -> Shard:
