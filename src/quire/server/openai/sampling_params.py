@@ -66,7 +66,7 @@ class UnknownFields:
 
 
 unknown_fields = UnknownFields()
-"""The unknown fields of all requests of this process."""
+"""The logger of unknown fields that all requests of this process share."""
 
 
 def check_fields(body: Body) -> None:
