@@ -302,7 +302,10 @@ class Lockstep:
         if isinstance(message, SyncHello):  # repeated by the engine before the hub answered the first Hello
             return
         if message.round != self._round:
-            raise EngineDead(f"engine {rank} is in round {message.round}, and engine 0 in {self._round}")
+            raise EngineDead(
+                f"engine {rank} is in round {message.round} of the steps that engines run together, and "
+                f"engine 0 in round {self._round}"
+            )
         self._add_count(rank, message.num_tokens)
 
     def _handle_hub(self, data: bytes) -> None:

@@ -96,7 +96,8 @@ class ExpertDispatch:
         them."""
 
     def place(self, num_experts: int, device: torch.device) -> ExpertPlaces:
-        """Return the slots of one MoE layer's experts, at their initial placement."""
+        """Return the table of the slots in which the experts of one MoE layer are, for their initial
+        placement."""
         placement = initial_placement(num_experts, self.group.size, self.strategy, self.num_redundant)
         width = 1 if not self.num_redundant else min(self.num_redundant + 1, self.group.size)
         return ExpertPlaces(placement, num_experts, self.group.rank, width, device)

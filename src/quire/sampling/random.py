@@ -44,7 +44,7 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit integers by the finalizer of splitmix64."""
+    """Hash 64-bit integers by the finalizer of splitmix64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -314,8 +314,7 @@ class Scheduler:
         self.adapters.empty_slots()
 
     def _clear_suspect(self, row: int) -> None:
-        """Remove the first suspect of a failed step, which got a token alone and so is not at fault. Requeue
-        its request, so that the next suspect runs alone."""
+        """Clear the first suspect, which got a token alone; requeue it so that the next one runs alone."""
         if (request := self.running.requests[row]) is self.fault_isolation.next_suspect:
             self.fault_isolation.remove(request, "passed")
             self.admitter.waiting.push_front(self._release_row(row))

@@ -85,7 +85,7 @@ class OtherModels:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Context manager that locks the folder of a model. Its value is False if an engine uses the folder, or
+    """Lock the folder of a model within the context. The value is False if an engine uses the folder, or
     if it was not made by an engine."""
     try:
         lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)

@@ -131,7 +131,9 @@ class Graphs:
                 self._by_size[size, adapters] = captured(shape, intermediate_tensors=intermediate_tensors)
             if time.monotonic() - started > seconds:
                 log.warning(
-                    "Capturing CUDA graphs took too long and stops: batches smaller than %d run without", size
+                    "Capturing CUDA graphs took too long and stops: batches smaller than %d run without a "
+                    "graph",
+                    size,
                 )
                 break
         self._sizes = sorted({size for size, _ in self._by_size})
