@@ -22,7 +22,7 @@ from quire.server.openai.requests import (
     ConversationBody,
     GenerateBody,
 )
-from quire.server.openai.tools import GUIDED, constraint_of
+from quire.server.openai.tools import GUIDED
 
 logger = get_logger(__name__)
 
@@ -185,13 +185,16 @@ def chat_params(
 
 
 def completion_params(
-    body: CompletionBody, model: RequestedModel, prompts: Sequence[Prompt]
+    body: CompletionBody,
+    model: RequestedModel,
+    prompts: Sequence[Prompt],
+    constraint: dict[str, Any] | None,
 ) -> list[SamplingParams | BeamSearchParams]:
-    """Return the parameters of each prompt of a completion. Prompts with equal `max_tokens` share them."""
+    """Return the parameters of each prompt of a completion. Prompts with equal `max_tokens` share them.
+    `constraint`: the structured output constraint."""
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     max_tokens = 1 if body.returns_prompt_only else max_tokens
     limits = [output_limit(model, max_tokens, len(prompt.token_ids)) for prompt in prompts]
-    constraint = constraint_of(body)
     echoes_logprobs = body.prompt_logprobs is None and body.echo
 
     def params(limit: int) -> SamplingParams | BeamSearchParams:
