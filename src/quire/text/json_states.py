@@ -1,8 +1,8 @@
 """Positions in JSON texts that follow a schema. Texts at equal positions may continue in the same ways, so
 that the token mask of a grammar, once computed, can be remembered for its position.
 
-A position describes all that later text depends on: the enclosing objects and arrays, the keys that are used,
-the bytes of an unfinished number. Whether the text is valid is not checked here, since the grammar does that.
+A position describes all that later text depends on: the enclosing objects and arrays, the keys that are
+used, the bytes of an unfinished number. Whether the text is valid is not checked: the grammar does that.
 """
 
 import re
@@ -370,8 +370,8 @@ def _one_char(place: _Place) -> _Place:
 
 
 def _in_escape(place: _Place, byte: int, changes: list[int]) -> _Place:
-    """Return the place after one more byte of an escape. In a string with limits, all bytes of an escaped code
-    point are kept, since it is not known here how the grammar counts its characters."""
+    """Return the place after one more byte of an escape. In a string with limits, all bytes of an escaped
+    code point are kept, since it is not known here how the grammar counts its characters."""
     raw = place.raw + bytes((byte,))
     if place.node.is_counted and raw[1:2] == b"u":
         return place._replace(where=_SCALAR, raw=b"%d:%d:" % place[4:6] + raw, is_in_string=True)
