@@ -84,7 +84,7 @@ class MediaEnv:
 
 @dataclass(frozen=True, slots=True)
 class TimeoutEnv:
-    """Times after which an engine counts as failed."""
+    """Time limits after which an engine counts as failed."""
 
     engine_ready_timeout_s: float = 600.0
     """Seconds until all workers of an engine must be ready."""

@@ -20,7 +20,8 @@ _decode = msgspec.msgpack.Decoder().decode
 
 
 class PrefixChanges(NamedTuple):
-    """The prefixes that have entered and left a cache since some number of changes."""
+    """The answer to a reader that has seen the first n changes of a cache: the prefixes that have entered and
+    left the cache since then."""
 
     number: int
     """Number of changes up to now, from which the next call continues."""

@@ -81,9 +81,9 @@ def of_heads(group: Group, heads: int, width: int) -> Shard:
 
 
 def by_group(group: Group, num: int, runs: Runs) -> Runs:
-    """Return this device's `Runs` of a fused projection (such as query, key and value) that the checkpoint
-    stores by `num` groups of heads: whole groups, or a part of one. `runs` are its shards if stored
-    projection by projection."""
+    """Return this device's `Runs` of a fused projection (query, key and value) that the checkpoint stores by
+    groups of heads: for each of `num` groups its queries, its key and its value. A device has whole groups or
+    a part of one. `runs` are its shards if each projection were stored on its own."""
     whole = sum(run.all for run in runs)
     if num % group.size == 0:
         return (divided(group, whole),)

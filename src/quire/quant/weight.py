@@ -44,8 +44,8 @@ class LinearShape:
 
 
 class Piece(NamedTuple):
-    """A tensor that is filled from a checkpoint tensor, and its axes along the layer's outputs and inputs
-    (None: it has no such axis)."""
+    """A tensor of a weight that is loaded from one checkpoint tensor, and its axes along the layer's outputs
+    and inputs (None: it has no such axis)."""
 
     tensor: Tensor
     outputs: int | None = 0

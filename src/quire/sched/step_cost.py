@@ -51,8 +51,8 @@ its class by this factor."""
 
 
 class Decodes(NamedTuple):
-    """The decodes of a step, and `prompt_start`: of the prompts that the same step continues, the largest
-    number of tokens already computed."""
+    """Number and context of the decodes of a step, on which its duration depends. `prompt_start` is the
+    largest number of tokens already computed of any prompt that the same step continues."""
 
     num: int
     context: int
