@@ -133,7 +133,7 @@ def flag(message: str, name: str) -> str | None:
     other_share=st.floats(0, 1),
     utilization=st.floats(0.01, 1),
 )
-def test_followed_advice_works(
+def test_model_fits_with_each_advised_flag(
     max_model_len: int, block_size: int, total_bytes: int, other_share: float, utilization: float
 ) -> None:
     """Each flag of the message, used alone, makes the same model fit."""
@@ -165,7 +165,7 @@ def test_followed_advice_works(
 
 
 @given(max_model_len=st.integers(17, 5000), blocks=st.integers(2, 300))
-def test_advice_on_an_override_works(max_model_len: int, blocks: int) -> None:
+def test_model_fits_with_the_advised_block_override(max_model_len: int, blocks: int) -> None:
     assume((blocks - 1) * 16 < max_model_len)
     with pytest.raises(ConfigError) as caught:
         size(num_blocks_override=blocks, max_model_len=max_model_len)

@@ -282,8 +282,9 @@ def vocabulary_of(tokenizer: "Tokenizer", size: int, eos: tuple[int, ...]) -> Vo
 
 
 def byte_vocabulary_of(tokenizer: "Tokenizer", size: int, eos: tuple[int, ...]) -> Vocabulary:
-    """Return a vocabulary with the special tokens of a model and one token for each byte, at ids of others.
-    Grammars are valid over it if they are over the whole one, which takes a second longer to open."""
+    """Return a small vocabulary for checks of grammars: the special tokens of a model and one token for each
+    byte, at ids of other tokens. A grammar is valid over it if it is valid over the whole vocabulary, which
+    takes a second longer to open."""
     table, special_ids = _token_bytes(tokenizer, eos), frozenset(tokenizer.all_special_ids)
     taken = special_ids.union(eos)
     tokens = [b""] * max(size, max(taken) + 1)

@@ -346,8 +346,9 @@ class ModelMemory(NamedTuple):
 
 
 def model_memory(config: EngineConfig) -> ModelMemory:
-    """Estimate the bytes that a model takes on each of its GPUs, or on a CPU for all its ranks together.
-    Without a fixed cache size it takes the fraction `gpu_memory_utilization` of the device's memory."""
+    """Estimate the bytes that a model takes on each of its GPUs, or on a CPU for all its ranks together. If
+    the size of its cache is not set, the model takes the fraction `gpu_memory_utilization` of the device's
+    memory."""
     cache, machine, parallel = config.cache, config.machine, config.parallel
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     weights = _stored_bytes(config) // num_ranks

@@ -63,7 +63,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def test_token_counts_before_the_host_has_it() -> None:
+def test_token_counts_before_the_host_has_the_token() -> None:
     both = BothCounts()
     for row, penalties in enumerate(PENALTIES):
         both.admit(row, 5 + row, 5 + 2 * row, **penalties)

@@ -185,7 +185,7 @@ async def test_loading_without_keys_needs_developer_mode(env: dict[str, str], st
         assert (await client.post("/sleep")).status_code == 400
 
 
-async def test_failed_model_hurts_no_other() -> None:
+async def test_failed_model_does_not_affect_other_models() -> None:
     several = Several(budget=20)
     several.backends["b"].error = EngineError("its weights are broken")
     async with several.client() as client:

@@ -146,8 +146,8 @@ def _gather_latents(
 
 
 def _first_tokens(batch: Batch) -> Tensor:
-    """Return for each slot of the cache of `_gather_latents` the index in the batch of the first token of the
-    slot's sequence."""
+    """Return for each slot of the temporary cache that `_gather_latents` fills the index in the batch of the
+    first token of the slot's sequence."""
     num_keys = -(-batch.seq_lens_host // _BLOCK) * _BLOCK
     return torch.from_numpy(np.repeat(np.cumsum(batch.query_lens_host) - batch.query_lens_host, num_keys))
 

@@ -87,7 +87,7 @@ class MLALoRA(NamedTuple):
     ops: Ops
 
     def of(self, tokens: Tensor) -> "MLALoRA":
-        """Return the same factors with the adapter slots of only those tokens whose indices are `tokens`."""
+        """Return the factors with the adapter slots of the tokens with the indices `tokens` alone."""
         return self._replace(slots=self.slots[tokens])
 
     def by_heads(self, spec: MLASpec) -> tuple[Tensor, Tensor]:

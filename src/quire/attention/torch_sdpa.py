@@ -53,7 +53,8 @@ class _Window(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """A batch, and a cache of its spans (groups of sequences) by the layer's block size and window."""
+    """A batch with its spans (groups of sequences that are computed together), which are cached by block size
+    and window of the layer."""
 
     batch: Batch
     spans: dict[tuple[int, _Window], list[_Span]] = field(default_factory=dict)

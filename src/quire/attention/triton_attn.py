@@ -27,7 +27,8 @@ the decode kernel."""
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Assignment of the sequences of a batch to the decode kernel (few queries) and the prompt kernel."""
+    """Assignment of the sequences of a batch to kernels: those with few queries to the decode kernel, the
+    others to the prompt kernel."""
 
     few: Tensor | None
     """[num_few] int32: sequences with few queries; None for all sequences of the batch."""

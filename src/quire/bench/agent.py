@@ -165,7 +165,8 @@ def _trace_lines(path: Path) -> Iterator[tuple[int, _TraceLine]]:
 
 
 class AgentPrompt:
-    """The prompt of one session as random token ids, which grows with every turn."""
+    """Builds the prompts of one session from random token ids; each turn's prompt continues the one
+    before."""
 
     def __init__(self, name: str, *, vocab: int, seed: int, shared_len: int = 0) -> None:
         """The first `shared_len` tokens are common to all sessions with the same seed."""

@@ -316,8 +316,8 @@ def _encode_images(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _weights(bench: Bench) -> OnOffPart:
-    """Return the comparison of quantized and dequantized weights of a GGUF file or, for other models, of
-    fp8 and unquantized weights."""
+    """Build the comparison for quantized weights: those of a GGUF file against dequantized ones or, for other
+    models, fp8 against unquantized weights."""
     if bench.is_gguf:
         change: dict[str, Settings] = {"off": {"quantization": "none"}, "on": {}}
         name = "packed weights (GGUF)"

@@ -87,7 +87,7 @@ class SimulatedRequest:
 
 
 class Clock:
-    """The simulated time in seconds."""
+    """Clock of the simulation, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -29,8 +29,8 @@ _MTP_ARCHITECTURES = (
 
 
 _UNNORMED_TARGET_STATES = ("Step3p5ForCausalLM",)
-"""Architectures with MTP layers whose input is the target's hidden states before the final norm, not after
-it."""
+"""Architectures whose MTP layers read the target's hidden states before its final norm; those of all others
+read them after it."""
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 """Speculation methods that run a draft model in the worker."""
 
@@ -51,7 +51,8 @@ class Draft:
         return self.checkpoint.facts
 
     def of_one(self, num_devices: int) -> ArchFacts:
-        """Return the facts of the draft's shard on one of `num_devices` tensor-parallel ranks."""
+        """Return the architecture facts of the part of the draft model that one of `num_devices`
+        tensor-parallel ranks has."""
         return shard_facts(self.facts, num_devices)
 
 

@@ -21,7 +21,7 @@ _MAX_ARRAY_DEPTH = 8
 _MAX_ALIGNMENT = 1 << 20
 _NUM_NAMED = 5
 _MAX_LIST = 1000
-"""Arrays of more strings than this number are decoded only when they are used."""
+"""Number of strings in an array of the header above which the array is decoded only when it is used."""
 
 SAMPLING_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
@@ -108,8 +108,8 @@ class GGUFTensor:
 
 
 class GGUFStrings(Sequence[str]):
-    """The strings of a vocabulary in a mapped file, decoded each time that they are used: as Python objects
-    they take 5 to 30 MB, and most readers of a file need only its other values."""
+    """The strings of a vocabulary in a mapped file. They are decoded each time that they are used: as Python
+    objects they would take 5 to 30 MB, and most readers of a file need only its other values."""
 
     def __init__(self, data: bytes | mmap.mmap, start: int, number: int) -> None:
         self._data, self._start, self._number = data, start, number

@@ -42,8 +42,8 @@ _WEIGHTS = {
 """Patterns of weight files by load format; only files of the first pattern with a match are downloaded. For
 load formats that are not listed here, no weight files are downloaded."""
 _BESIDE = ("*_Dense/pytorch_model.bin", *BESIDE)
-"""Patterns of the weight files of separate output layers (Dense layers of sentence-transformers, and BGE-M3).
-They may have another format than the model's weights."""
+"""Patterns of the weight files that lie beside those of the model, for separate output layers (Dense layers
+of sentence-transformers, and BGE-M3). They may have another format than the model's weights."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -199,8 +199,7 @@ def _choose_gguf(names: Iterable[str], place: str, needs_config: bool) -> str | 
 
 
 def _snapshot(source: "_Hub | _Store", wanted: list[str], load_format: str, needs_config: bool) -> ModelFiles:
-    """Download all files of a model except its weights, which are downloaded when `fetch_weights` is
-    called."""
+    """Download all files of a model but its weights, which `ModelFiles.fetch_weights` downloads later."""
     patterns = _WEIGHTS.get(load_format, ())
     folder = source.download([*wanted, *(_BESIDE if patterns else ())], _UNWANTED)
     if needs_config and not (folder / "config.json").is_file():

@@ -171,8 +171,8 @@ class CacheLayout:
         return spec.page
 
     def of(self, layers: Container[int]) -> "CacheLayout":
-        """Return the layout of a pipeline stage with these layers. The number of groups is the same; groups
-        may be empty."""
+        """Return the cache layout of a pipeline stage that has only these layers. The number of groups is the
+        same; groups may be empty."""
         specs = tuple(spec if number in layers else None for number, spec in enumerate(self.specs))
         groups = (
             CacheGroup(group.window, tuple(number for number in group.layers if number in layers))

@@ -169,8 +169,8 @@ class PoolingFacts:
 
     @property
     def needs_all_states(self) -> str:
-        """Return the pooling type if it needs the hidden states of all tokens, which excludes prefix caching;
-        otherwise an empty string."""
+        """Return the name of the pooling type if it needs the hidden states of all tokens, so that prefix
+        caching is not possible; otherwise an empty string."""
         if self.token_type == "STEP":
             return self.token_type
         return "" if self.type == "LAST" or self.head else self.type

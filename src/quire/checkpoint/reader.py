@@ -32,11 +32,11 @@ class ConfigReader:
         return self.values.get(key)
 
     def but(self, **changes: Any) -> "ConfigReader":
-        """Return a copy of the reader with some values changed."""
+        """Return a copy of the reader in which some values are replaced."""
         return ConfigReader(self.source, {**self.values, **changes})
 
     def defaults(self, **values: Any) -> "ConfigReader":
-        """Return a copy of the reader with these values for keys that are missing."""
+        """Return a copy of the reader that has these values where the configuration has none."""
         return self.but(**{key: value for key, value in values.items() if self.get(key) is None})
 
     def renamed(self, names: Mapping[str, str]) -> "ConfigReader":

@@ -30,7 +30,8 @@ _MAX_LEN_KEYS = (
 
 
 def read_rope(keys: ConfigReader, head_dim: int, *, pairs: bool = False) -> RopeFacts:
-    """Read the rope of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    """Read the rotary embedding of a config.json from `rope_parameters`, or from the older keys `rope_theta`
+    and `rope_scaling`."""
     params: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name) or {}
@@ -148,8 +149,8 @@ def _gguf_factors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
 
 
 def longest(rope: RopeFacts) -> int:
-    """Return the maximum sequence length in tokens. Scaling of the kinds linear, dynamic and yarn extends it;
-    for other kinds max_position_embeddings includes the scaling."""
+    """Return the maximum sequence length in tokens that this rotary embedding allows. Scaling of the kinds
+    linear, dynamic and yarn extends it; for other kinds max_position_embeddings includes the scaling."""
     if rope.kind in ("linear", "dynamic"):
         return int(rope.max_len * rope.factor)
     return int(rope.original_max_len * rope.factor) if rope.kind == "yarn" else rope.max_len

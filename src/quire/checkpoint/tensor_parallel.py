@@ -104,5 +104,5 @@ def _of_layer(layer: LayerFacts, size: int) -> LayerFacts:
 
 
 def _share(number: int, size: int) -> int:
-    """Return the size of one shard, rounded up."""
+    """Return the size of one rank's shard of `number`, rounded up."""
     return -(-number // size)

@@ -91,7 +91,7 @@ def count_parameters(facts: ArchFacts) -> Weights:
 
 
 def _altup(facts: ArchFacts) -> int:
-    """Return the parameters of AltUp models outside their layers."""
+    """Count the parameters of AltUp models (Gemma 3n) that lie outside of their layers."""
     if (altup := facts.altup) is None:
         return 0
     per_layer = len(facts.layers) * altup.per_layer

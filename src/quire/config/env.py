@@ -84,7 +84,7 @@ class MediaEnv:
 
 @dataclass(frozen=True, slots=True)
 class TimeoutEnv:
-    """Times after which an engine counts as failed."""
+    """Time limits after which an engine counts as failed."""
 
     engine_ready_timeout_s: float = 600.0
     """Seconds until all workers of an engine must be ready."""
@@ -144,7 +144,7 @@ class Env:
     server_dev_mode: bool = False
     """Enable the routes for developers: sleep, pause, worker calls, resets."""
     max_n_sequences: int = 16384
-    """Most sequences of one API call: prompts times n."""
+    """Maximum number of sequences of one API call: prompts times n."""
     enable_responses_api_store: bool = False
     """Keep responses of /v1/responses in memory, so that they can be retrieved."""
     responses_store: StoreLimits = StoreLimits()

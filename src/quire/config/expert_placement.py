@@ -98,8 +98,8 @@ def _assign(shares: list[float], counts: list[int], num_ranks: int) -> list[list
 
 
 def _make_room(expert: int, owned: list[list[int]], num_slots: int) -> None:
-    """Place one more replica of `expert` if all devices with free slots already have one: the replica
-    replaces another expert of a full device, which moves to a free slot."""
+    """Find a device for one more replica of `expert` if all devices with free slots already have a replica:
+    on a full device, the new replica replaces another expert, which moves to a free slot."""
     target = next(rank for rank, experts in enumerate(owned) if len(experts) < num_slots)
     for experts in owned:
         if expert not in experts:

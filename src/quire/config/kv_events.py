@@ -27,9 +27,11 @@ class KVEventSettings:
     buffer_steps: int = 10_000
     """Number of past batches of events that are kept for replay."""
     hwm: int = 100_000
-    """Most messages that are queued for a slow subscriber; further messages are dropped. 0: no limit."""
+    """Maximum number of messages that are queued for a slow subscriber; further messages are dropped. 0: no
+    limit."""
     max_queue_size: int = 100_000
-    """Most batches of events that wait for the publishing thread; further batches are dropped."""
+    """Maximum number of batches of events that wait for the publishing thread; further batches are
+    dropped."""
     topic: str = ""
     encoding: str = "map"
     """How an event is encoded: as a map with its type, or as an array, as in vLLM before 0.24."""

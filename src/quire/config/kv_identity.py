@@ -61,7 +61,7 @@ def layout_digest(layout: dict[str, str]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value as a text, or a digest of the text if it has more than 40 characters."""
+    """Return a value as a text for a message; a digest of the text if it has more than 40 characters."""
     text = str(value)
     return text if len(text) <= 40 else hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -40,7 +40,7 @@ class TransferSettings:
     peers: tuple[tuple[str, int | None], ...] = ()
     """Hosts and ports that prefixes may be loaded from; a port of None means any port of the host."""
     load_timeout: float = 30.0
-    """Most seconds to load a prefix."""
+    """Maximum seconds to load a prefix."""
 
     @property
     def produces(self) -> bool:

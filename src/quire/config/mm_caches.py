@@ -49,7 +49,8 @@ def _shares_memory(parallel: ParallelSection) -> bool:
 
 
 def max_object_bytes(section: MultimodalSection) -> int:
-    """Return the largest size in bytes of an item that is cached in shared memory."""
+    """Return the maximum size in bytes of a processed item that is cached in shared memory; larger items are
+    not cached."""
     return section.mm_shm_cache_max_object_size_mb << 20
 
 

@@ -18,12 +18,12 @@ log = get_logger(__name__)
 HIGH_WATER = 256
 """Messages that ZMQ buffers for a client. A step of a thousand rows is one message of 50 KB."""
 MAX_QUEUED_BYTES = 32 << 20
-"""Most bytes queued for a client beyond the messages that ZMQ buffers."""
+"""Maximum bytes queued for a client in addition to the messages that ZMQ buffers."""
 
 
 class Queue:
-    """Messages to one client that ZMQ could not send yet, in order, each with the ids of the requests that it
-    ends."""
+    """Messages to one client that ZMQ could not send yet, in order. Each is stored with the ids of the
+    requests that end with it."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -97,9 +97,10 @@ class Operator:
         return not pause_state.is_open and is_idle and not (pause_state.drains and core.scheduler.has_work)
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> Work:
-        """Pause: admit no request, and wait until the core is at rest. Mode `abort` ends all requests, `wait`
-        finishes all admitted requests, `keep` holds them until the core is resumed. With `clear_cache`, held
-        requests are recomputed then, as after a preemption."""
+        """Admit no request, and wait until the core is at rest (no step is in flight or will be planned).
+        Mode `abort` ends all requests, `wait` finishes all admitted requests, `keep` holds them until the
+        core is resumed. With `clear_cache`, held requests are recomputed after that, as after a
+        preemption."""
         core = self.core
         core.pause_state.pause(mode)
         if mode == "abort":
@@ -120,17 +121,25 @@ class Operator:
     def reset_running(self, external: bool = False) -> Work:
         """Reset the prefix cache; running requests are recomputed, as after a preemption. Return whether the
         cache is empty."""
-        pause_state, core = self.core.pause_state, self.core
-        was_open = pause_state.is_open
+        was_open = yield from self._hold_steps()
+        self.core.scheduler.requeue_running()
+        is_empty = self.core.reset_prefix_cache(external)
+        self._end_hold(was_open)
+        return is_empty
+
+    def _hold_steps(self) -> Work:
+        """Plan no more steps, and wait until none is in flight; running requests are kept. Return whether the
+        core planned steps before, for `_end_hold`."""
+        core, was_open = self.core, self.core.pause_state.is_open
         if was_open:
-            pause_state.pause("keep")
+            core.pause_state.pause("keep")
         while core.scheduler.in_flight:  # other engines may still call this engine into steps
             yield None
-        core.scheduler.requeue_running()
-        is_empty = core.reset_prefix_cache(external)
-        if was_open and not pause_state.asleep:
+        return was_open
+
+    def _end_hold(self, was_open: bool) -> None:
+        if was_open and not self.core.pause_state.asleep:
             self.resume()
-        return is_empty
 
     def release_prefix(self, host: str, port: int, request_id: str) -> None:
         """Let another engine release a prefix that it keeps for a request that was refused here."""
@@ -238,12 +247,7 @@ class Operator:
     def commit_weights(self, version: str | None = None) -> Work:
         """Apply the staged weights between two steps. Nothing that the old weights computed is used again:
         cached prefixes are dropped, and running requests are recomputed, as after a preemption."""
-        core, pause_state = self.core, self.core.pause_state
-        was_open = pause_state.is_open
-        if was_open:
-            pause_state.pause("keep")
-        while core.scheduler.in_flight:  # other engines may still call this engine into steps
-            yield None
+        core, was_open = self.core, (yield from self._hold_steps())
         try:
             yield partial(core.executor.call, "update_weights", ["commit"])
             self._num_updates += 1
@@ -254,8 +258,7 @@ class Operator:
             if (tiers := core.scheduler.kv.tiers) is not None:
                 tiers.weights_changed()
         finally:
-            if was_open and not pause_state.asleep:
-                self.resume()
+            self._end_hold(was_open)
         log.info("The weight version is now %r", core.pause_state.weight_version)
 
     def set_weight_version(self, version: str) -> None:
@@ -284,7 +287,8 @@ class Operator:
         self.core.executor.call("profile", [start, prefix])
 
     def _wait_for_masks(self) -> Work:
-        """Wait until the last plan's grammar masks are sent: workers expect them right after the plan."""
+        """Wait until the grammar masks of the last plan are sent to the workers, which expect them right
+        after the plan."""
         self.core.sample_tokens()
         while self.core.step_queue.is_unsampled:
             yield None
@@ -303,7 +307,7 @@ class Operator:
 
 
 def _names_of(request_id: str) -> list[str]:
-    """Return the ids under which clients can abort a sequence: its own id, the id without the sequence prefix
-    and the unique suffix, and the latter without the prompt number."""
+    """Return the ids by which clients can name a sequence to abort it: its own id, the id without the
+    sequence prefix and the unique suffix, and the latter without the prompt number."""
     plain = _INTERNAL.sub("", _SIBLING.sub("", request_id))
     return [request_id, plain, re.sub(r"-\d+$", "", plain)]

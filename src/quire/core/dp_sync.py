@@ -63,7 +63,7 @@ _called = msgspec.msgpack.Decoder(Called).decode
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """An engine that has sent a Hello to the hub."""
+    """The hub's record of an engine that has sent a Hello."""
 
     identity: bytes
     """ZMQ identity of its connection."""
@@ -72,15 +72,16 @@ class _Engine:
 
 
 class Lockstep:
-    """One engine's part in rounds: in each round, all engines exchange the number of tokens of their next
-    step.
+    """One engine's part in rounds, in which engines that share experts step together: in each round, all
+    engines exchange the number of tokens of their next step.
 
     An engine with work begins a round, and the first engine, which is the hub, calls the others into it. A
     call into a finished round is ignored. If no engine has a token there is no step, and all engines are idle
     until the next round. If an engine is lost, all engines end: they would wait for it within a step.
 
     Other hosts may reach the hub's port. The hub accepts only connections that begin with a Hello of an
-    expected rank and the shared token; all other messages are ignored."""
+    expected rank and the shared token; all other messages are ignored.
+    """
 
     def __init__(self, rank: int, size: int, address: str, *, token: str, timeout_s: float = 600.0) -> None:
         self.rank, self.size = rank, size
@@ -237,7 +238,8 @@ class Lockstep:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the connections without a goodbye; the other engines then end as well."""
+        """Close the connections without the message of `close`, so that the other engines take this one for
+        lost and end as well."""
         self._leaving.set()
         if not self.socket.closed:
             self.socket.disable_monitor()
@@ -300,7 +302,10 @@ class Lockstep:
         if isinstance(message, SyncHello):  # repeated by the engine before the hub answered the first Hello
             return
         if message.round != self._round:
-            raise EngineDead(f"engine {rank} is in round {message.round}, and engine 0 in {self._round}")
+            raise EngineDead(
+                f"engine {rank} is in round {message.round} of the steps that engines run together, and "
+                f"engine 0 in round {self._round}"
+            )
         self._add_count(rank, message.num_tokens)
 
     def _handle_hub(self, data: bytes) -> None:

@@ -13,7 +13,7 @@ from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 
 CHECKS_S = 0.01
-"""Most seconds to wait for a grammar or a LoRA adapter while no request can run."""
+"""Maximum seconds to wait for a grammar or a LoRA adapter while no request can run."""
 LOOK_S = 0.002
 """Seconds between two checks of the workers' health during this wait."""
 
@@ -114,7 +114,7 @@ class EngineCore:
         return stats
 
     def clear(self) -> None:
-        """Drop all requests and cached prefixes after a failed step: its KV blocks may be incomplete."""
+        """Drop all requests and cached prefixes after a failed step, whose KV blocks may be incomplete."""
         scheduler = self.scheduler
         self.step_queue.clear()
         scheduler.discard_in_flight()

@@ -8,7 +8,8 @@ from quire.config.engine import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class CoreFacts:
-    """Address and metrics page of an engine core, and its number among the cores of its machine."""
+    """Facts that an engine core gets when it starts: its address, its metrics page, and its number among the
+    cores of its machine."""
 
     address: str
     metrics_file: Path

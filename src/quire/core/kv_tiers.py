@@ -27,7 +27,8 @@ log = get_logger(__name__)
 
 
 class ExecutorCopies:
-    """Copies KV cache entries between the device and the lower tiers, by calls of an executor's workers."""
+    """Copies KV cache entries between the device and the lower tiers by calling the workers of an
+    executor."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

@@ -39,7 +39,7 @@ PAGE_S = 1.0
 RETRY_S = 0.02
 """Seconds to wait for messages when no step can be planned, messages are queued or a control call is open."""
 TURN_S = 0.002
-"""Least number of seconds for reading messages between two steps."""
+"""Minimum seconds for reading messages between two steps."""
 TURN_SHARE = 0.25
 """Time for reading messages between two steps as a share of the last step's time, if more than `TURN_S`."""
 
@@ -190,8 +190,9 @@ class CoreServer:
                 self.clients.send(client, self.ready)
 
     def _add(self, client: bytes, request: Request) -> None:
-        """Add a request, which may have begun in a core with a larger max_model_len. A request with an id in
-        use replaces the old request: the API server process sent it again after a lost connection."""
+        """Add a request. A request that began in another core, whose max_model_len may be larger, is limited
+        to that of this core. A request with an id in use replaces the old request: the API server process
+        sent it again after a lost connection."""
         if request.id in self.clients.owner:
             self._abort([request.id])
         self.clients.owner[request.id] = client

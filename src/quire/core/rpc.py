@@ -18,7 +18,8 @@ log = get_logger(__name__)
 
 
 class RpcJob:
-    """A function that calls the workers, run in a new thread so that the core stays responsive."""
+    """A function that calls the workers and runs in a new thread, so that the core's main loop stays
+    responsive."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work

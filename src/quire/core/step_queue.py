@@ -50,8 +50,9 @@ class StepQueue:
         return self.lockstep is not None and self.lockstep.is_called
 
     def join_round(self, plan: StepPlan | None) -> StepPlan | None:
-        """Return the next step, synchronized with the other engines, or None if there is none. A returned
-        step must be submitted."""
+        """Exchange token counts with the engines that step together, and return the next step: the plan with
+        all counts, a step without rows if only other engines have work, or None if no engine has work. A
+        returned step must be submitted."""
         return plan if self.lockstep is None else self.lockstep.join_round(plan)
 
     def submit(self, plan: StepPlan) -> None:
@@ -121,7 +122,7 @@ class StepQueue:
         self._steps.clear()
 
     def close(self) -> None:
-        """End the workers, and leave the engines that step together."""
+        """End the workers, and leave the group of engines that step together."""
         if self.lockstep is not None:
             self.lockstep.close()
         self.is_unsampled = False

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 
 class AsyncValue:
-    """Signals that a value is complete: threads can wait for the signal, and one callback can follow it."""
+    """A value that is completed later, by another thread. Threads can wait for it, and one callback can
+    follow it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -15,7 +16,8 @@ class AsyncValue:
         self.is_ready = False
 
     def then(self, follow: Callable[[], None]) -> None:
-        """Call `follow` in the thread that completes the value, or now if the value is complete already."""
+        """Call `follow` once the value is complete: in the thread that completes it, or now if it is complete
+        already."""
         with self._lock:
             if not self.is_ready:
                 self._next = follow

@@ -21,7 +21,8 @@ class BlockStored(NamedTuple):
     block_hashes: list[bytes]
     """Digests of the blocks; a digest may have a suffix, which is not reported."""
     parent_block_hash: bytes | None
-    """Digest of the block before the first block; None without such a block, or if it is not reported."""
+    """Digest of the block before the first of these blocks; None if there is no such block, or if it is not
+    reported."""
     token_ids: NDArray[np.int32]
     block_size: int
     lora_id: int | None

@@ -55,7 +55,8 @@ class BlockLoad(msgspec.Struct):
     """Host slot of each entry, ON_DISK or REMOTE."""
     keys: list[bytes]
     remote: RemotePrefix | None = None
-    """The prefix in another engine that remote entries belong to; the other engine releases it afterwards."""
+    """Prefix in another engine, to which the entries with the slot REMOTE belong. The other engine releases
+    it after the load."""
 
 
 class BlockRead(msgspec.Struct):

@@ -39,7 +39,8 @@ bytes [..., 3, height, width]."""
 _NEVER = 1 << 31
 pack = msgspec.msgpack.Encoder().encode
 unpack = msgspec.msgpack.Decoder(Arrays).decode
-"""Decoder of an item's arrays in shared memory, which `pack` has encoded; the decoded arrays are views."""
+"""Decoder of the arrays of a media item in shared memory, which `pack` has encoded. The decoded arrays are
+views of that memory."""
 _ITEM_BYTES = 512
 """Estimated bytes of an item besides its arrays."""
 

@@ -162,7 +162,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Tokens that end the output; a list without duplicates after construction."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """Most new tokens; None fills the model's context."""
+    """Maximum number of new tokens; None: as many as the model's context has room for."""
     min_tokens: int = 0
     logprobs: int | None = None
     """Number of highest logprobs for each new token; -1: the whole vocabulary."""

@@ -26,7 +26,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Number of tokens at which the sequence ends: prompt and max_tokens, but at most max_model_len."""
     seed: int
     eos_id: int = -1
-    """Token id of eos, which is not reported as stop_reason; -1 with ignore_eos."""
+    """Token id of eos; -1 with ignore_eos. If the sequence ends with it, no stop_reason is reported."""
     priority: int = 0
     arrived_at: float = 0.0
     """Wall-clock time in seconds of the arrival in the API server process."""

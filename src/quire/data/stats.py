@@ -36,7 +36,7 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     disk_queries: int = 0
     """Number of blocks of admitted prompts that were neither cached on the device nor in host memory."""
     disk_hits: int = 0
-    """Number of these blocks that came from disk."""
+    """Number of the blocks in `disk_queries` that came from disk."""
     lookup_s: list[float] = []
     """Seconds of each lookup of a request in the tiers."""
     host_read_share: float = 0.0

@@ -93,7 +93,8 @@ class Admission(msgspec.Struct):
 
 
 class LoRAAssignment(msgspec.Struct):
-    """A LoRA adapter to copy into a slot of the device, in place of the adapter that is in the slot."""
+    """A LoRA adapter to copy into a slot of the device, where it replaces the adapter that the slot has
+    now."""
 
     slot: int
     adapter: LoRARequest
@@ -200,7 +201,7 @@ class RowLogprobs(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct):
-    """Result of the worker for a plan."""
+    """Result of a plan, from the worker to the scheduler."""
 
     token_ids: Ints
     """New tokens of the sampling rows, in the plan's order; empty for a pooling model."""

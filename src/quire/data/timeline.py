@@ -56,8 +56,8 @@ class RequestTimeline(msgspec.Struct):
 
     @classmethod
     def joined(cls, parts: Iterable["RequestTimeline"]) -> "RequestTimeline":
-        """Merge the timelines of concurrent requests: the maximum of each duration, the sum of counts, shares
-        and preempted times, and the first cache miss."""
+        """Merge the timelines of requests that ran at the same time: the maximum of each duration, the sum of
+        counts, shares and preempted times, and the first cache miss."""
         first, *others = parts
         for other in others:
             first = cls(
@@ -79,7 +79,7 @@ class RequestTimeline(msgspec.Struct):
 
 
 def _between(start: float, end: float) -> float:
-    """Return the difference of two times in milliseconds; 0 if one of the times was never reached."""
+    """Return the milliseconds between two times; 0 if the request did not reach one of them."""
     return _ms(end - start) if start and end else 0.0
 
 

@@ -82,8 +82,8 @@ class ChildCores:
         )
 
     def relay(self, on_end: Callable[[], object]) -> CoreRelay:
-        """Return a relay that passes requests of other machines to the only core, for use instead of the
-        client `engine`. `on_end` is called when the core has ended."""
+        """Return a relay, which is used instead of the client `engine`: it passes requests of other machines
+        to the only core. `on_end` is called when the core has ended."""
         (facts,) = self._facts.values()
         return CoreRelay(facts.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end)
 

@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 
 class LocalEngine(LLMControl):
-    """An engine in this process: add requests, call `step()`, receive outputs."""
+    """An engine in this process. The caller adds requests and calls `step()` repeatedly, which returns their
+    outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

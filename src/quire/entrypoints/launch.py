@@ -49,7 +49,8 @@ log = get_logger(__name__)
 
 
 class Supervisor:
-    """Keeps cores and API processes running until it is stopped."""
+    """Starts the processes of engine cores and API servers, and restarts those that die, until the server is
+    stopped."""
 
     def __init__(
         self,

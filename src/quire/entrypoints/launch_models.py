@@ -21,7 +21,8 @@ _SHARE = 0.95
 
 
 class ModelsSupervisor(Supervisor):
-    """Keeps the API process of several models running until it is stopped."""
+    """Starts the API process of a server with several models, and restarts it if it dies, until the server is
+    stopped."""
 
     def __init__(
         self, models: Sequence[ConfiguredModel], settings: ServerSettings, budget_bytes: int, folder: Path

@@ -176,7 +176,8 @@ def _configure(
 
 
 def configure_server(values: dict[str, Any], settings: ServerSettings) -> EngineConfig:
-    """Resolve the settings of an engine. Some server settings, as `tokens_only`, set engine arguments."""
+    """Resolve the settings of an engine from its flags. Some server settings, such as `tokens_only`, also set
+    engine arguments."""
     check_modules(settings.modules, enabled=bool(values.get("enable_lora")), served=())
     if key_names(settings.keys):
         values.setdefault("share_by_key", True)

@@ -27,10 +27,9 @@ T = TypeVar("T")
 
 
 class MultiCoreEngine(LLMControl):
-    """An engine of several cores, one process each: add requests, call `step()`, receive outputs.
-
-    The client of the cores runs on its own event loop in a thread, since the caller may have a loop
-    already."""
+    """An engine with several cores, each in a process. The caller adds requests and calls `step()`
+    repeatedly, which returns their outputs. The client of the cores runs on its own event loop in a thread,
+    since the caller may have a loop already."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

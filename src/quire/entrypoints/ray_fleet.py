@@ -49,8 +49,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _route_of(pending_request: Any) -> Route | None:
-    """Return the properties of a request by which its replica is chosen: the first argument of calls of
-    `EngineReplica`. None if the request has none."""
+    """Return the properties of a request by which its replica is chosen; they are the first argument of calls
+    of `EngineReplica`. Return None if the request has none."""
     args = () if pending_request is None else pending_request.args
     return args[0] if args and isinstance(args[0], Route) else None
 

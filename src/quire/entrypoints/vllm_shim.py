@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _QUIRE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STARTERS = (__file__, runpy.__file__, "<frozen runpy>")
-"""Source files of the stack frames between the command and the script."""
+"""Source files of the stack frames between the command and the script, which are left out of tracebacks."""
 _PARAMS = ("SamplingParams", "BeamSearchParams", "StructuredOutputsParams", "RequestOutputKind")
 _OUTPUTS = ("RequestOutput", "CompletionOutput")
 _POOLED = tuple(

@@ -19,7 +19,8 @@ T = TypeVar("T")
 AT_ONCE = 4
 """Number of adapters that are read at the same time."""
 MAX_HUNG = 16
-"""Number of hanging reads (longer than READ_S) at which new reads are refused: no thread can be ended."""
+"""Number of hanging reads (longer than READ_S) from which on new reads are refused. A hanging thread cannot
+be ended."""
 _LOOK_S = 1.0
 _LAST_S = 5.0
 """Seconds that `close` waits for the operations in progress."""
@@ -70,8 +71,8 @@ class ReadSlots:
 
 
 class AdapterReading:
-    """Reads and drops the adapters of a worker. Operations on one name run in order, so a hanging disk blocks
-    only the adapters of that name. Hanging threads end with the process."""
+    """Reads and drops the adapters of a worker in threads. Operations on one adapter run in order, so that a
+    hanging disk blocks only its own adapters. Hanging threads end with the process."""
 
     def __init__(self, worker: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker = worker

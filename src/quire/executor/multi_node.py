@@ -174,7 +174,8 @@ class NodeAgent:
             self._end_ranks()
 
     def _may_reconnect(self, end: HeadEnd) -> bool:
-        """Whether the engine ended after it was up, and may be restarted."""
+        """Whether the engine ended after it had started completely, so that it may be restarted and this
+        machine should connect again."""
         return bool(end.problem) and self.was_up and not end.is_final
 
     def _on_signal(self, *_: object) -> None:

@@ -56,7 +56,8 @@ SLICE_S = 0.25
 CONSISTENT_S = 5.0
 """Seconds within which all ranks must report a failed step, after the first report."""
 CAUSE_S = 1.0
-"""Seconds to wait for the rank that caused a failed start, after another rank failed or ended."""
+"""Seconds to wait for a message of the rank that caused a failed start, after another rank has reported its
+loss."""
 WARM_UP_FAILURE_S = 60.0
 """Seconds for the other ranks to end a warm-up after one rank failed: they may wait in a collective."""
 REPORT_S = 5.0
@@ -210,7 +211,8 @@ class RankedExecutor:
         return None
 
     def _fail(self, step: int, error: str) -> NoReturn:
-        """Raise EngineError if all ranks of a stage failed the step, EngineDead if only some of them did."""
+        """Raise EngineError if all ranks of a stage failed the step in the same way, so that they still
+        agree; raise EngineDead if only some of them did."""
         until = time.monotonic() + CONSISTENT_S
         while not self._is_consistent(step) and time.monotonic() < until:
             time.sleep(0.005)
@@ -222,7 +224,8 @@ class RankedExecutor:
         raise EngineError(error or next(iter(failed.values())).error)
 
     def _is_consistent(self, step: int) -> bool:
-        """Whether a step failed, and in each pipeline stage on all tensor-parallel ranks or on none."""
+        """Whether a step failed so that the ranks still agree: in each pipeline stage on all tensor-parallel
+        ranks or on none."""
         size = self.config.parallel.tensor_parallel_size
         counts = Counter(index // size for index in self._failed.get(step, ()))
         return bool(counts) and set(counts.values()) == {size}
@@ -382,7 +385,7 @@ def combine_facts(values: list[Any]) -> AdapterFacts:
 
 
 class RemoteStep:
-    """The pending result of a step that runs on the ranks; the engine fails if it is late."""
+    """The pending result of a step that runs on the ranks. If the result is late, the engine fails."""
 
     def __init__(self, executor: RankedExecutor, step: int, deadline: float) -> None:
         self._executor = executor
@@ -414,7 +417,8 @@ class RemoteStep:
 
 
 class Report:
-    """The progress of the ranks: one line that is rewritten on a terminal, or log lines at intervals."""
+    """Shows the progress of the ranks during the start: in one line that is rewritten on a terminal, or in
+    log lines at intervals."""
 
     def __init__(self, names: list[str]) -> None:
         self._progress = ["starting"] * len(names)

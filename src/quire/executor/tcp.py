@@ -34,7 +34,8 @@ MAX_UNADMITTED = 64
 RETRY_S = 0.1
 """Pause after a connection could not be accepted, for example without free file descriptors."""
 _SILENCE_MS = 10_000
-"""Milliseconds without an answer after which a machine is lost; the end of a process is noticed at once."""
+"""Milliseconds without an answer after which a machine counts as lost. The end of a process is noticed at
+once."""
 _OTHER_TOKEN = f"{VARIABLE} must be the same on every machine"
 
 
@@ -62,7 +63,7 @@ class StepAnswer(msgspec.Struct, tag="answer"):
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """Message to a node: all nodes are connected, start the ranks."""
+    """Message to a node: all nodes are connected, so that it starts its ranks."""
 
     init_method: str
 
@@ -240,7 +241,8 @@ class RemoteRanks:
                 sock.close()
 
     def _serve(self, sock: socket.socket, address: str) -> None:
-        """Serve a connection from its first message to its end."""
+        """Handle one connection: admit the node by its first message, then queue the messages of its ranks
+        until it ends."""
         node: Node | None = None
         try:
             node = self._receive_join(sock, address)

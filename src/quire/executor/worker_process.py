@@ -138,7 +138,7 @@ def serve(place: RankAddress, port: Port) -> None:
 
 
 def _start(place: RankAddress, port: Port) -> Any:
-    """Return the worker, after all phases of its start."""
+    """Run all phases of the worker's start, as the executor orders them, and return the worker."""
     worker = _join(place, port)
     phases: dict[str, Callable[[Order], Any]] = {
         "load": lambda order: worker.load(lambda share: port.report(PhaseProgress("loading", share))),
@@ -202,7 +202,7 @@ def refusal(number: int, error: Exception) -> Returned:
 
 
 def _join(place: RankAddress, port: Port) -> Any:
-    """Return the worker, after all ranks have joined."""
+    """Build the worker after this rank has joined the process group of all ranks, and return it."""
     port.report(PhaseProgress("starting"))
     config, parallel = place.config, place.config.parallel
     import torch
@@ -225,7 +225,7 @@ def _join(place: RankAddress, port: Port) -> Any:
 
 
 def is_cut_off(error: BaseException) -> bool:
-    """Whether the error only means that another rank is gone."""
+    """Whether the error only means that another rank is gone, and is not the cause of a failure."""
     return any(sign in str(error) for sign in _CUT_OFF)
 
 

@@ -55,8 +55,8 @@ def _extend_positions(positions: Array | None, num_tokens: int) -> Array | None:
 
 
 class BeamSearch:
-    """State of the beam search of one prompt: `live` beams are extended by further tokens, `done` beams have
-    ended with the eos token."""
+    """State of the beam search of one prompt. The `live` beams are extended by further tokens; the `done`
+    beams have ended with the eos token."""
 
     def __init__(
         self,

@@ -12,14 +12,16 @@ import zmq.asyncio
 from quire.frontend.prefix_map import Keys, PrefixKeys
 
 LOG_LENGTH = 1 << 16
-"""Number of past changes that are kept for readers; a reader that is further behind gets all keys."""
+"""Number of past changes that are kept for readers. A reader that has missed more changes gets all keys
+instead."""
 MAX_FORGOTTEN = 1 << 15
-"""Number of blocks that are still known although they are cached no longer."""
+"""Maximum number of blocks that are remembered although they are no longer cached."""
 _decode = msgspec.msgpack.Decoder().decode
 
 
 class PrefixChanges(NamedTuple):
-    """The prefixes that have entered and left a cache since some number of changes."""
+    """The answer to a reader that has seen the first n changes of a cache: the prefixes that have entered and
+    left the cache since then."""
 
     number: int
     """Number of changes up to now, from which the next call continues."""
@@ -37,7 +39,7 @@ class PrefixChanges(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A cached block, as the end of a prefix."""
+    """A cached block, which stands for the prefix that ends with it."""
 
     num_blocks: int
     total: int

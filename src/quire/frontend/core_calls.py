@@ -31,7 +31,8 @@ class CoreCalls:
 
     @property
     def patience_s(self) -> float:
-        """Return the seconds that requests wait for a dead core: a restart takes about as long as a start."""
+        """Return the maximum seconds that requests wait for the restart of a dead core, which takes about as
+        long as its start."""
         if not self._cores_return:
             return 0.0
         return self._health_timeout_s + STARTS * max(link.start_s for link in self._links)

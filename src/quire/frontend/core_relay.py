@@ -12,7 +12,7 @@ from quire.frontend.outputs import OutputProcessor
 
 
 class _Stream:
-    """Buffer for the engine core's messages about one request, until they are read."""
+    """The messages of the engine core about one request, which are buffered until they are read."""
 
     def __init__(self, sequence_ids: list[str]) -> None:
         self.open = set(sequence_ids)

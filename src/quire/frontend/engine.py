@@ -51,7 +51,7 @@ log = get_logger(__name__)
 
 LOOK_S = 0.1
 MAX_WAITING = 2
-"""Maximum requests in flight while new ones wait for a restart, as a multiple of max_num_seqs."""
+"""Limit of the requests in flight while requests wait for a restart, as a multiple of max_num_seqs."""
 SILENT_S = 2.0
 """Seconds without a message after which a core gets no new requests, if other cores are available."""
 
@@ -332,8 +332,8 @@ class AsyncEngine:
         return self._flights.pop(request_id, None)
 
     def _close(self, ended: Sequence[tuple[str, RequestInFlight]], reason: str) -> None:
-        """End requests that have no readers any more, and count them as ended for `reason`; requests without
-        a core count for the first core. Outputs of other requests are still delivered."""
+        """End requests that are no longer read, and count them as ended for `reason`; requests without a core
+        count for the first core. Outputs of other requests are still delivered."""
         by_link: dict[EngineLink, list[str]] = {}
         for request_id, flight in ended:
             link = flight.link or self._links[0]

@@ -8,7 +8,7 @@ from quire.data.latency_target import NO_TARGET, LatencyTarget
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts of an engine that an API process has before the core is ready."""
+    """Facts of an engine that an API process knows before the engine core is ready."""
 
     model_names: tuple[str, ...]
     """Served model names; the first one is reported."""

@@ -62,7 +62,7 @@ class FleetOwner(Owner, Protocol):
 
 
 class _Run:
-    """A request that was sent to a replica, with the sequences that have not ended."""
+    """A request that was sent to a replica, and its sequences that have not ended."""
 
     def __init__(self, route: Route, sequence_ids: list[str]) -> None:
         self.route = route

@@ -83,7 +83,7 @@ class RequestInFlight:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether the request has at least PROGRESS new tokens since it was last sent."""
+        """Whether the request has at least PROGRESS new tokens since it was last sent to a core."""
         return self.num_tokens - self.num_before >= PROGRESS
 
     @property

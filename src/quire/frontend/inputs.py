@@ -493,7 +493,7 @@ class InputProcessor:
         return self.media.speech.timestamp_tokens
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokenize each word as at the start of a text and after a space."""
+        """Return the token ids of each word in two forms: as at the start of a text, and after a space."""
         tokenizer = self.need_tokenizer("bad_words", "bad_words")
         spellings = (form for word in words for form in (word.lstrip(), " " + word.lstrip()))
         ids = [tokenizer.encode(form, add_special_tokens=False) for form in spellings]

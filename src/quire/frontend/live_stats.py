@@ -36,7 +36,8 @@ class _Ended(NamedTuple):
 
 
 class LiveView:
-    """Recent rates, latency percentiles, the slowest requests, and a map of the KV cache blocks."""
+    """Statistics for the dashboard: recent rates, latency percentiles, the slowest requests, and a map of the
+    KV cache blocks."""
 
     def __init__(self) -> None:
         self._first: deque[float] = deque(maxlen=WINDOW)

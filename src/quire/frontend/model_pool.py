@@ -331,8 +331,8 @@ class ModelPool:
         return 1 if fits and not victim.keeps_weights and victim.is_awake else 2
 
     async def _leave(self, model: PoolModel, *, level: int | None) -> None:
-        """Put a model to sleep at `level`, or unload it (None), once its running requests have finished. New
-        requests wait."""
+        """Put a model to sleep at `level`, or unload it if that is None, once its running requests have
+        finished. New requests wait meanwhile."""
         if not model.backend.is_loaded:
             model.is_awake = False
             return

@@ -321,7 +321,7 @@ class OutputProcessor:
 def _known(
     sequences: Mapping[str, SequenceState], values: Mapping[str, T]
 ) -> Iterator[tuple[SequenceState, T]]:
-    """Yield each known sequence with its value; unknown sequence ids are skipped."""
+    """Yield (sequence, value) for each sequence id in `values` that is known; other ids are skipped."""
     return ((sequences[id], value) for id, value in values.items() if id in sequences)
 
 

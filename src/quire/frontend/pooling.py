@@ -39,7 +39,8 @@ NOT_GENERATIVE = (
 
 
 def pools(pooling: PoolingFacts | None, what: str) -> PoolingFacts:
-    """Return the pooling facts; raise a RequestError for a generative model. `what` names the call."""
+    """Return the pooling facts of a pooling model; raise a RequestError for a generative model. `what` names
+    the call, for the error message."""
     if pooling is None:
         raise RequestError(NOT_POOLING.format(what=what))
     return pooling

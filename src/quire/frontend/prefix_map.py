@@ -11,8 +11,8 @@ NUM_BUCKETS, WAYS = 1 << 15, 4
 """Number of buckets of the hash table, and entries per bucket: prefixes of thousands of long prompts in 1
 MiB."""
 _EVEN = 32
-"""Up to this number of blocks, prefixes of every length are stored. The lengths of longer prefixes are a 16th
-to a 32nd of the length apart."""
+"""Maximum number of blocks up to which prefixes of every length are stored. The stored lengths of longer
+prefixes are a 16th to a 32nd of the length apart."""
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _CORE_BITS, _HOME = np.uint64(16), 1 << 15
 _CORE, _MARK = np.uint64(_HOME - 1), np.uint64(2 * _HOME - 1)
@@ -67,7 +67,8 @@ class PrefixKeys:
         return bool(self._depths[place] == num_blocks)
 
     def _sums(self, token_ids: Sequence[int], first: int) -> Keys:
-        """Return the running sum of the hashes of tokens, of which the first is at position `first`."""
+        """Return the running sums of the hashes of tokens; the first token is at position `first` of the
+        prompt."""
         ids = np.array(token_ids, np.uint64)
         mixed = (ids + np.uint64(1)) * _MIX
         return np.cumsum((mixed ^ (mixed >> np.uint64(29))) * self._powers[first : first + len(ids)])

@@ -23,7 +23,7 @@ PRESSURE = 6.0
 
 
 class Prefix(NamedTuple):
-    """The prefixes of a prompt: their lengths in tokens (`depths`) and their keys, and the length of the
+    """The prefixes of a prompt: their lengths in tokens (`depths`), their keys, and the length of the
     prompt."""
 
     depths: list[int]

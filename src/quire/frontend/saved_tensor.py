@@ -201,7 +201,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": lambda view, *others: view,
     "collections.OrderedDict": lambda: None,
 }
-"""Functions that the pickle of a tensor may call, with their replacements."""
+"""Functions that the pickle of a tensor may call, each with the function of this module that runs instead."""
 _Act = Callable[[_Pickle, Any], None]
 _PUSH: _Act = _Pickle.push
 _CODES: dict[str, _Act] = {
@@ -222,4 +222,4 @@ _CODES: dict[str, _Act] = {
     "BINPERSID": _Pickle.storage,
     "REDUCE": _Pickle.call,
 }
-"""Handlers of instructions by name."""
+"""Handlers of the pickle instructions that are allowed, by name."""

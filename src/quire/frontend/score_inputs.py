@@ -40,7 +40,8 @@ class ScoreInput:
 
 
 class ScoreInputs(NamedTuple):
-    """Inputs of one prompt of a pooling model: a single input, or the two sides of a score."""
+    """The inputs of one prompt of a pooling model: a single input, or the two inputs that are compared for a
+    score."""
 
     sides: tuple[ScoreInput, ...]
     is_chat: bool = False

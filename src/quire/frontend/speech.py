@@ -84,7 +84,8 @@ class TimedWord:
 
 
 class Transcriber:
-    """Prompts and answers of one transcription model; without timestamps unless it has `timestamp_tokens`."""
+    """Builds the prompts of a transcription model and interprets its answers. There are no timestamps unless
+    `timestamp_tokens` is set."""
 
     max_samples: int
     """Samples of one input; longer audio is split."""

@@ -36,7 +36,7 @@ def words_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, spaced: bool) ->
 
 
 def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[WordTimestamp]:
-    """Split tokens into the shortest pieces that are whole characters."""
+    """Split tokens into the shortest runs whose text consists of whole characters."""
     full_text = tokenizer.decode(token_ids)
     pieces, start, offset = list[WordTimestamp](), 0, 0
     for end in range(1, len(token_ids) + 1):

@@ -9,7 +9,7 @@ _switch = {"on": False}
 
 
 def is_on() -> bool:
-    """Whether GPU kernels are batch-invariant in this process."""
+    """Whether the batch-invariant mode is on in this process."""
     return _switch["on"]
 
 

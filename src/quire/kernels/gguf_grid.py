@@ -49,7 +49,8 @@ class GridBlocks(NamedTuple):
 
 @functools.cache
 def _grid(kind: str) -> Tensor:
-    """Return the grid of a ggml type, [entries, 4 or 8] uint8: indices into the magnitudes of the type."""
+    """Return the grid of a ggml type of IQ2 or IQ3, [entries, 4 or 8] uint8. An entry has the magnitudes of 4
+    or 8 consecutive weights, as indices into the magnitudes of the type."""
     import gguf.quants
 
     form = getattr(gguf.quants, kind)

@@ -82,8 +82,8 @@ def pin_in_background(rows: Tensor) -> list[threading.Thread]:
 
 
 def _pin_parts(rows_ref: "ref[Tensor]", part: int) -> None:
-    """Pin every fourth part of a tensor, from number `part` on; a part has `rows_pinned_together` rows.
-    Return early if the tensor is freed or a part cannot be pinned."""
+    """Pin every fourth part of a tensor, from part number `part` on; each part has `rows_pinned_together`
+    rows. Return early if the tensor is freed or a part cannot be pinned."""
     libc = ctypes.CDLL(None)
     while (rows := rows_ref()) is not None:
         count = rows_pinned_together(rows[0].nbytes)

@@ -58,8 +58,8 @@ class KVScales(LoadedModule):
 
     @property
     def v(self) -> float:
-        """Return the scale of cached values. If the checkpoint has one scale for both keys and values
-        (kv_scale), it is stored as the scale of keys, which is returned."""
+        """Return the scale of cached values. A checkpoint with one scale for both keys and values (kv_scale)
+        is loaded into the scale of keys, which is returned then."""
         shared = "v" not in self.values and self._stored.get("k", "").endswith(".kv_scale")
         return self.k if shared else float(self.values["v"]) if "v" in self.values else 1.0
 

@@ -20,7 +20,7 @@ another."""
 
 
 class _Table(nn.Module):
-    """Weight of an embedding or LM head: a row for each token of the vocabulary, sharded over the
+    """Weight of an embedding or LM head: one row for each token of the vocabulary, sharded over the
     tensor-parallel group. With `unit` the rows are scaled to unit length after loading."""
 
     multiply: Callable[[Tensor], Tensor]

@@ -88,7 +88,8 @@ class LightningAttention(SSMMixer):
     def __init__(
         self, hidden: int, facts: StateFacts, scope: Scope, *, depth: float, activation: str
     ) -> None:
-        """Build the layer. `depth` is the layer's index over the last layer's; deep layers decay slower."""
+        """Build the layer. `depth` is the index of the layer divided by that of the last layer; the states of
+        deep layers decay slower."""
         inner, heads = divided(scope.group, facts.heads * facts.head_dim), divided(scope.group, facts.heads)
         super().__init__((), facts, (heads.size, facts.head_dim, facts.state), scope)
         queries, keys, values = ungrouped_order(heads.size, *[inner.size] * 3).chunk(3)

@@ -130,7 +130,8 @@ class LoRAVocabRows(_SlotRows):
         return int((vocab.ids >= self.vocab).sum())
 
     def inside(self, token_ids: Tensor) -> Tensor:
-        """Return the ids clamped to the model's vocabulary."""
+        """Return the token ids with those of new tokens replaced by the last id of the model's vocabulary, so
+        that the model's own table can be read."""
         return token_ids.clamp(max=self.vocab - 1)
 
     def embed(self, out: Tensor, token_ids: Tensor, slots: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class MLAAttention(nn.Module):
         self.group = 0
 
     def _build_quantized(self, size: int, scope: Scope) -> tuple[Weight, ...]:
-        """Return the quantized kv_b_proj weight, which `finish` dequantizes, in a tuple; () if it is not
-        quantized."""
+        """Build kv_b_proj as a quantized weight, which `finish` dequantizes. Return it in a tuple, or () if
+        the checkpoint does not quantize it."""
         rank, runs = self.spec.rank, ((self.shard,),)
         shape = LinearShape(
             rank,
@@ -132,7 +132,8 @@ class MLAAttention(nn.Module):
             packed.begin()
 
     def finish(self) -> None:
-        """Dequantize a packed weight by multiplying it with the identity."""
+        """Dequantize kv_b_proj if it was loaded as a quantized weight: the product with the identity is the
+        dequantized weight."""
         for packed in self.quantized:
             packed.finish()
             ones = torch.eye(self.spec.rank, dtype=self.weight.dtype, device=self.weight.device)

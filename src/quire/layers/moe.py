@@ -53,8 +53,8 @@ class MoENames(NamedTuple):
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 """Suffixes of a layer's weight in checkpoints."""
 _FACTORS = {"relu2": "relu"}
-"""Map of an activation f to the activation g with f(x) = g(x) * x. Experts without a gate are computed as
-gated experts with activation g, whose gate weight is that of `up`."""
+"""Map of an activation f to the activation g with f(x) = g(x) * x. By it, experts without a gate run in the
+kernels of gated experts: with activation g, and with the weight of `up` also as gate."""
 NAMES = {
     "mlp": MoENames(),
     "apart": MoENames(layout="stacked"),
@@ -234,8 +234,8 @@ class ExpertLoRALayers:
 
 
 def _order_twice(size: int) -> Tensor | None:
-    """Return the checkpoint index of each of the 2 * `size` gate and up outputs, for experts without a gate:
-    `up` also stands for the gate."""
+    """Return the checkpoint index of each of the 2 * `size` outputs of gate and up, for experts without a
+    gate, whose `up` also stands for the gate."""
     return torch.arange(size).repeat(2)
 
 
@@ -384,7 +384,7 @@ class Experts(nn.Module):
 
 
 class Back(WholeLinear):
-    """Projection from the experts' latent width back to the hidden size."""
+    """Projection of the experts' output from their latent size back to the hidden size."""
 
     is_summed = True
 
@@ -394,7 +394,8 @@ class MoE(nn.Module):
 
     Chooser: type[ExpertRouter] = ExpertRouter
     ones: Tensor | None
-    """Expert weights of 1, for models that scale the experts' input by the router's weights."""
+    """Expert weights of 1, for models where the router's weights scale the input of experts and not their
+    output."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()

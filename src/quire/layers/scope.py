@@ -201,6 +201,7 @@ def target_of(name: str, piece: Piece, runs: Runs, *, by_inputs: bool = False) -
 
 
 def zero_on_other_ranks(group: Group, bias: Tensor) -> None:
-    """Set the bias to zero on all ranks but the first, so that an all-reduce adds it once."""
+    """Set the bias to zero on all ranks but the first of the group, so that an all-reduce of the outputs adds
+    it once."""
     if group.rank:
         bias.zero_()

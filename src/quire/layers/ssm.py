@@ -248,8 +248,8 @@ class GatedNorm(nn.Module):
         self.gate_first = facts.norm == "gate_first"
         norms = facts.norm_groups // scope.group.size
         self.unit = torch.ones_like(self.norm.weight[::norms]) if norms > 1 else None
-        """Weight of ones with which the channels of a group are normed, before the weight is applied; None
-        unless there are several groups."""
+        """Weight of ones with which the channels of a group are normalized before the real weight is applied;
+        None unless there are several groups."""
         if not norms:
             self.gated_norm = partial(_gated_norm_of_shards, group=scope.group, norms=facts.norm_groups)
 
@@ -333,8 +333,8 @@ class OrderedLinear(Linear):
 
 
 def ungrouped_order(groups: int, *sizes: int) -> Tensor:
-    """Return the index of each output in the checkpoint, such that outputs stored group by group become one
-    range per part. `sizes` are the part sizes over all groups."""
+    """Return, for outputs that the checkpoint stores group by group, the checkpoint index of each output in
+    the order part by part. `sizes` are the sizes of the parts over all groups."""
     grouped = torch.arange(sum(sizes)).view(groups, -1)
     return torch.cat([part.flatten() for part in grouped.split([size // groups for size in sizes], 1)])
 

@@ -15,7 +15,8 @@ from quire.quant.format import Format
 
 
 class ExtraModules(Source):
-    """A source with the small tensors of extra modules, under the names of their folders and layers."""
+    """Source of the weights of sentence-transformers modules and task heads, which are small and lie beside
+    the model's weights. Their names begin with the names of their folders."""
 
     def __init__(self, source: Source, checkpoint: Checkpoint) -> None:
         self.source, self.num_readers = source, source.num_readers

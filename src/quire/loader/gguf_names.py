@@ -64,7 +64,8 @@ _LFM2 = {
 
 
 def _mamba2(name: str) -> dict[str, str]:
-    """Map GGUF tensor names of Mamba-2 layers to those of Hugging Face; `name` is the mixer's name there."""
+    """Return a table from the GGUF tensor names of Mamba-2 layers to those of Hugging Face, where the mixer
+    has the name `name`."""
     return {
         "ssm_in": f"{name}.in_proj",
         "ssm_conv1d": f"{name}.conv1d",
@@ -192,7 +193,8 @@ checkpoints store query, key and value head by head."""
 
 @cache
 def _names_of(architecture: str) -> dict[str, str]:
-    """Map the GGUF tensor names of an architecture to those of Hugging Face, without `.weight` or `.bias`."""
+    """Return a table from the GGUF tensor names of an architecture to those of Hugging Face, without
+    `.weight` or `.bias`."""
     names: DecoderNames = MODELS[architecture.partition(",")[0]].names
     mlp_parts = ("ffn_gate", "ffn_up", "ffn_down")[-len(names.mlp_names) :]
     mlp = f"{names.mlp}." if names.mlp else ""

@@ -75,7 +75,7 @@ def _split_groups(tensor: GGUFTensor, state: StateFacts, part: str) -> Iterator[
 
 
 def _one(name: str, tensor: GGUFTensor, facts: ArchFacts) -> View:
-    """Return the view of a stored tensor that holds a single tensor of the model."""
+    """Return the view of a stored tensor that corresponds to one tensor of the model."""
     shape = tensor.shape
     if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)  # a matrix of one row

@@ -137,7 +137,7 @@ def load_model(
 
 
 def _scheme_marks() -> tuple[str, ...]:
-    """Return the name endings of tensors that only quantized layers have."""
+    """Return the endings of tensor names that occur only in quantized layers."""
     marks = (mark for scheme in Scheme.__subclasses__() for mark in scheme.marks)
     return tuple(mark if mark[0] == "_" else f".{mark}" for mark in marks)
 
@@ -226,7 +226,8 @@ class _Checks(NamedTuple):
     """Whether most of the checkpoint belongs to another model."""
 
     def check(self, source: Source, targets: dict[str, Target]) -> None:
-        """Raise if the checkpoint lacks a weight; warn about weights that are not used."""
+        """Compare the tensors of the checkpoint with those that the model loads. Raise if the checkpoint
+        lacks a weight; warn about weights that are not used."""
         _check_needed(source, targets, self.checkpoint)
         if not self.partly:
             _check_unused(source, targets, self.checkpoint, self.stage, spread=self.spread)
@@ -357,7 +358,7 @@ def _as_stored(
 
 def _trim_text(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
     """Return a target for a text (the settings of a quantized weight) with its buffer cut to the length of
-    the text in the checkpoint; other targets are returned unchanged."""
+    the text in the checkpoint; return other targets unchanged."""
     shape = stored.get(target.name, ())
     return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _thread_lock = threading.Lock()
 
 _MAX_ERROR_CHARS = 1000
-"""The longest error message about an adapter, in characters."""
+"""Maximum number of characters of an error message about an adapter."""
 _LONGEST, _MOST = 256, 3
 _HARD = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
 _REPEATS = re.compile(r"[*+{]")
@@ -220,8 +220,9 @@ class LoRAReader:
         return pairs
 
     def _check_copy(self, name: str, tensor: Tensor) -> None:
-        """Raise a ConfigError unless a tensor that is no LoRA matrix has the name and shape of a base weight
-        that PEFT saves."""
+        """Check a tensor that is no LoRA matrix. PEFT saves base weights of embeddings and output heads
+        beside LoRA matrices; raise a ConfigError for any other name, or another shape than that of the base
+        weight."""
         match = _COPY.fullmatch(name)
         target = match and self._targets.get(match["layer"])
         is_elsewhere = match and self.layers is not None and not target

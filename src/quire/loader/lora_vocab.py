@@ -34,7 +34,7 @@ def token_indices(keys: ConfigReader) -> dict[str, list[int]]:
 
 @dataclass(slots=True)
 class _Layer:
-    """The tensors of an adapter for the embedding or the head."""
+    """The tensors in an adapter that concern single tokens of the embedding or the head."""
 
     base: Tensor | None = None
     """Rows [k, hidden] of the k tokens beyond the model's vocabulary; None if the adapter has none."""

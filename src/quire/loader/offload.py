@@ -28,7 +28,8 @@ _INITIAL = 1 << 20
 
 
 class TensorPlace(NamedTuple):
-    """A storage with one or several tensors of a layer, and its offset in the device buffer, in bytes."""
+    """A storage on the device with one or several tensors of a layer, and its offset in the device buffer, in
+    bytes."""
 
     storage: UntypedStorage
     offset: int
@@ -83,7 +84,7 @@ class LayerOffload:
     # ---- while the model is built and loaded
 
     def on_layer_built(self, layer: nn.Module) -> nn.Module:
-        """Free the memory of a layer until its weights are loaded; return the layer."""
+        """Free the memory of a layer that was just built, until its weights are loaded; return the layer."""
         self._built.append(layer)
         modules = [x for x in layer.modules() if isinstance(x, Loads) and x not in self._targets]
         for module in modules:
@@ -121,7 +122,8 @@ class LayerOffload:
                     self._finish_layer(number)
 
     def _modules(self) -> list[set[Loads]]:
-        """Return, by layer, the modules that still lack weights."""
+        """Find the modules with weights in each layer: return, by layer, the modules that still lack
+        weights."""
         if not self._left:
             for layer in self._built:
                 modules = (module for module in layer.modules() if isinstance(module, Loads))

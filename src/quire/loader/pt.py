@@ -18,7 +18,7 @@ from quire.loader.source import Source, put
 
 
 class PickleSource(Source):
-    """The tensors of pytorch_model*.bin, or of a file that hqq has saved."""
+    """Source of the tensors of pytorch_model*.bin, or of a file that hqq has saved."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._tensors: dict[str, Tensor] = {}

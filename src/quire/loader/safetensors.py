@@ -44,7 +44,7 @@ _CHUNK_BYTES = 32 << 20
 """Bytes read at a time if they cannot be read directly into the parameter."""
 
 _LARGE_BYTES = 8 << 20
-"""Least size in bytes of memory that is requested in huge pages."""
+"""Minimum size in bytes of memory that is requested in huge pages."""
 
 
 _FLATTENED = re.compile(r"(?:\._weight_|\.weight:)(\w+)$")

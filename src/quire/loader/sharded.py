@@ -70,7 +70,8 @@ def save_state(
 
 
 def refuse_unsaved(model: nn.Module) -> None:
-    """Raise a ConfigError if the model has weights that a sharded state cannot hold (see `repacked_kind`)."""
+    """Raise a ConfigError if some weights of the model cannot be restored from a sharded state (see
+    `repacked_kind`)."""
     if kind := repacked_kind(model):
         raise ConfigError(
             f"weights of the kind {kind} cannot be saved as a sharded state; load the checkpoint itself"
@@ -78,8 +79,8 @@ def refuse_unsaved(model: nn.Module) -> None:
 
 
 def repacked_kind(model: nn.Module) -> str:
-    """Return the class name of the first weight that a sharded state cannot hold: its class overrides
-    `finish`, and it may consist of more than parameters. Empty if there is none."""
+    """Return the class name of the first weight that a sharded state cannot store: the class overrides
+    `finish`, and so may keep data that are no parameters. Empty if there is none."""
     for module in model.modules():
         finish = getattr(type(module), "finish", None)
         if isinstance(module, Weight | StoredExperts) and finish not in (Weight.finish, StoredExperts.finish):

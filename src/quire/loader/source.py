@@ -27,7 +27,8 @@ FORMATS = LazyTable(
 
 
 class Source:
-    """A source of weights, built from (checkpoint, seed). Names are those of a Hugging Face checkpoint."""
+    """Interface of sources of weights: it finds the tensors of a checkpoint by their Hugging Face names, and
+    fills those of the model. A source is built from (checkpoint, seed)."""
 
     num_readers = 1
     """Number of threads that may call `fill` at a time."""

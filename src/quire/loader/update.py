@@ -39,7 +39,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(slots=True)
 class _Twin:
-    """A layer, and a copy of it from before loading, without memory."""
+    """A layer, and its twin: a copy of the layer from before loading, without memory."""
 
     layer: Any
     empty: Any
@@ -212,7 +212,8 @@ class _Place(NamedTuple):
 
 
 _SMALL = 1 << 16
-"""Most elements of a parameter whose initial values are kept; larger parameters start as zeros."""
+"""Maximum number of elements of a parameter whose initial values are kept; larger parameters start as
+zeros."""
 
 
 def _without_memory(layer: Any) -> Any:
@@ -249,8 +250,8 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def _pairs(live: nn.Module, staged: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, old tensor, new tensor) for each tensor that the layer and its copy have separately.
-    Caches are left out, since the copy has none."""
+    """Yield (name, old tensor, new tensor) for each tensor that the loaded layer and its staged copy do not
+    share. Caches are left out, since the copy has none."""
     staged_tensors = dict(_tensors(staged))
     for name, tensor in _tensors(live):
         if name in staged_tensors and staged_tensors[name] is not tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class Metric:
-    """A metric with one set of label values, as plain numbers; subclasses hold them."""
+    """A metric with one set of label values, as plain numbers. The subclasses have the values."""
 
     name: str
     labels: dict[str, str]

@@ -17,7 +17,7 @@ from quire.layers.scope import Scope
 from quire.layers.vision import Learned, VisionMLP
 
 _TEXTS_AT_ONCE = 32
-"""Padded texts that are computed at once, to bound the memory."""
+"""Maximum number of padded texts that are computed at once, which bounds the memory."""
 
 
 class DualTextLayer(nn.Module):

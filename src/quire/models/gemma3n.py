@@ -94,7 +94,7 @@ class SparseMLP(MLP):
 
 
 class Attention(llama.Attention):
-    """Llama attention that also applies a norm without weight to the values."""
+    """Llama attention that also normalizes the values, by a norm without weight."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)

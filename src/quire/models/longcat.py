@@ -39,8 +39,8 @@ class LongcatMixture(nn.Module):
         return self.sum(out) + x * identity_weight.to(x.dtype)
 
     def _find_unused(self, ids: Tensor) -> Tensor:
-        """Return, for each token, ids of experts that it did not choose, in the shape of `ids`, the chosen
-        ones. They replace identity experts, since an expert must not appear twice for a token."""
+        """Return for each token as many ids of experts that it did not choose as it chose experts, in the
+        shape of `ids`. They replace identity experts, since an expert must not appear twice for a token."""
         free = torch.ones(len(ids), self.num_experts + 1, device=ids.device)
         free.scatter_(1, ids.long().clamp(max=self.num_experts), 0.0)
         return free[:, :-1].topk(ids.shape[1], 1).indices.to(ids.dtype)

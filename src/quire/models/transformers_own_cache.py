@@ -31,7 +31,7 @@ class _CacheMark(nn.Module):
         self.cache_spec = cache_spec
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
-        """Use no memory: transformers allocates the cache of a sequence when it grows."""
+        """Ignore the memory: transformers allocates the cache of a sequence itself, as it grows."""
 
 
 class OwnCacheModel(TransformersModel):

@@ -81,7 +81,8 @@ class ByteBudget:
 
 
 class BudgetShare:
-    """A limit on the bytes of all media items of one request together."""
+    """A limit on the bytes of all media items of one request together, which several `BudgetHold` count
+    towards."""
 
     def __init__(self, most: int) -> None:
         self._most, self._num_bytes = most, 0

@@ -14,8 +14,8 @@ __all__ = ["DecodeLimits", "decode"]
 
 
 def decode(modality: str, blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Content:
-    """Decode the file of an image, video or audio with media_io_kwargs `options`. Raise a RequestError if the
-    file is invalid or exceeds the limits."""
+    """Decode the file of an image, video or audio; `options` are the media_io_kwargs of the modality. Raise a
+    RequestError if the file is invalid or exceeds the limits."""
     if modality == "image":
         return decode_image(blob.parts[0], options, limits)
     if modality == "audio":

@@ -30,7 +30,8 @@ _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry; the pause doubles with every further retry."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429)
-"""HTTP statuses below 500 after which a request is retried; it is also retried after those from 500 on."""
+"""HTTP statuses below 500 after which a request is repeated. It is also repeated after all statuses from 500
+on."""
 _MAX_LOOKUPS = 256
 """Maximum number of concurrent DNS lookups; slow lookups do not block other work."""
 _NOT_PUBLIC = tuple(
@@ -248,7 +249,7 @@ class Fetcher:
 
 
 async def _take(hold: BudgetHold, timer: asyncio.Timeout, num_bytes: int) -> None:
-    """Reserve bytes through `hold`; the timeout is suspended until they are free."""
+    """Reserve bytes through `hold`, and suspend the timeout of the request until they are free."""
     loop, end = asyncio.get_running_loop(), timer.when()
     assert end is not None
     left = end - loop.time()

@@ -73,8 +73,9 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = _WHITE) -> Ima
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """Convert an image with 16-bit or 32-bit grey values to 8 bits, in strips of rows: copies of the whole
-    image would take several times its memory."""
+    """Convert an image with 16-bit or 32-bit grey values to the upper 8 bits of a 16-bit value. Strips of
+    rows are converted one after another, since copies of the whole image would take several times its
+    memory."""
     _, most = image.getextrema()
     is_wide = image.mode != "I" or (isinstance(most, int | float) and most > 255)
     grey = Image.new("L", image.size)

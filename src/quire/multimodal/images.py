@@ -128,7 +128,8 @@ class PixelScaling:
 
     @cached_property
     def _table(self) -> NDArray[np.float32]:
-        """Return the lookup table, [3, 256]: the normalized value of each byte by colour channel."""
+        """Build the lookup table [3, 256], which has the normalized value of each byte for each colour
+        channel."""
         rounded = _narrowed if self.is_narrow else np.asarray
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             out = np.tile(np.arange(256, dtype=np.float64), (3, 1))

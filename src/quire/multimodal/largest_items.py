@@ -22,10 +22,9 @@ _RATE = 16000
 def largest_items(
     path: Path, media: MediaFacts, section: MultimodalSection, tokenizer: Tokenizer | None, longest: int
 ) -> dict[str, int]:
-    """Return the number of embeddings of the largest possible item of each enabled modality.
-
-    The number is at most `longest`, the maximum number of prompt tokens; without a tokenizer it is `longest`.
-    Models that cross-attend to an item, such as Whisper, have a fixed number."""
+    """Return by modality the number of embeddings of the largest possible item, for which the engine reserves
+    memory. The number is at most `longest`, the maximum number of prompt tokens; without a tokenizer it is
+    `longest`. Models that cross-attend to an item, such as Whisper, have a fixed number."""
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     names = [name for name in media.modalities if limits[name]]
     if media.num_cross_states:

@@ -94,8 +94,8 @@ def _replace_marks(
 
 
 def _append(tokens: list[int], more: Sequence[int], joined: Join) -> int:
-    """Append tokens to the list `tokens`. Return 1 if the first of them was merged with the last token of the
-    list (`joined`), else 0."""
+    """Append tokens to the list `tokens`. If the last token of the list and the first new one merge into one
+    token (`joined`), replace both by it. Return 1 if they merged, else 0."""
     both = joined(tokens[-1], more[0]) if tokens and more else None
     if both is None:
         tokens += more

@@ -59,8 +59,8 @@ class RawItem(NamedTuple):
 
 
 class KnownText(NamedTuple):
-    """Entry for a data: url or base64 text that a client sent before: its item, which need not be decoded
-    again."""
+    """Entry of the cache of data: urls and base64 texts that clients sent before: it names the item of the
+    text, which then need not be decoded again."""
 
     name: bytes
     """Name of the item in the processor cache."""

@@ -173,7 +173,7 @@ class _Frames:
         self._count = 0
 
     def _facts(self, count: int) -> tuple[float | None, int, tuple[int, ...], float | None]:
-        """Return the values of all fields of `Video` but `frames`, for a video of the first `count` sampled
+        """Return the fields of `Video` other than `frames`, for a video of the first `count` sampled
         frames."""
         sampled_fps = None if self._fps is None else self._fps * count / self._total
         return sampled_fps, self._total, tuple(self._indices[:count]), self._fps

@@ -79,10 +79,9 @@ class ExpertPlaces:
 
 
 class ExpertDispatch:
-    """Expert-parallel dispatch between devices that hold the same tokens: each computes its own experts.
-
-    The result must be summed over the tensor-parallel group.
-    """
+    """Expert-parallel dispatch between tensor-parallel devices, which have the same tokens: no tokens are
+    sent, and each device computes its own experts. The caller must sum the results over the tensor-parallel
+    group."""
 
     is_counted = False
     """Whether layers count how many tokens each expert gets."""
@@ -97,7 +96,8 @@ class ExpertDispatch:
         them."""
 
     def place(self, num_experts: int, device: torch.device) -> ExpertPlaces:
-        """Return the slots of one MoE layer's experts, at their initial placement."""
+        """Return the table of the slots in which the experts of one MoE layer are, for their initial
+        placement."""
         placement = initial_placement(num_experts, self.group.size, self.strategy, self.num_redundant)
         width = 1 if not self.num_redundant else min(self.num_redundant + 1, self.group.size)
         return ExpertPlaces(placement, num_experts, self.group.rank, width, device)
@@ -116,8 +116,8 @@ class ExpertDispatch:
 
 
 class _DataParallelDispatch(ExpertDispatch):
-    """Expert-parallel dispatch between engines with different tokens. Tensor-parallel ranks have the same
-    tokens; each of them dispatches an equal part."""
+    """Base of the expert-parallel dispatches between data-parallel engines, which have different tokens. The
+    tensor-parallel ranks of an engine have the same tokens, so each of them dispatches an equal part."""
 
     def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
         """Return the bytes of all engines' tokens and of the outputs."""
@@ -141,7 +141,7 @@ class _DataParallelDispatch(ExpertDispatch):
         return rows, padded, first
 
     def _restore(self, out: Tensor, like: Tensor, first: int) -> Tensor:
-        """Return [len(like), hidden] with this rank's outputs from row `first` on, and zeros elsewhere."""
+        """Return [len(like), hidden] with this rank's outputs `out` at row `first`, and zeros elsewhere."""
         if len(out) == len(like):
             return out
         whole = torch.zeros(len(like), out.shape[1], dtype=out.dtype, device=out.device)

@@ -59,7 +59,7 @@ class Group:
 
 
 class _Sent:
-    """A send that is already complete."""
+    """The result of `Group.isend` for a send that is complete when the call returns."""
 
     def wait(self) -> None: ...
 

@@ -114,7 +114,8 @@ class Wanted:
 
 
 class StageWeights(NamedTuple):
-    """The weights on one device of a pipeline stage, in bytes; `layers` are those of each layer."""
+    """Bytes of the weights on one device of a pipeline stage. `layers` has the bytes of each of its
+    layers."""
 
     layers: list[int]
     others: int
@@ -211,7 +212,7 @@ def fits(
 
 
 _QUIET = Env(cache_root=Env.read({}).cache_root)
-"""The default environment, so that variables of this process do not change a plan."""
+"""Environment without variables, so that those of this process do not change a plan."""
 
 
 def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any]:

@@ -60,7 +60,8 @@ class TokenRates(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A cost model: seconds at peak rates / efficiency + number of layers x seconds per layer."""
+    """A cost model of a computation: (seconds at peak rates) / efficiency + number of layers x seconds per
+    layer."""
 
     efficiency: float
     """Share of the peak bandwidth or compute that the matrix products reach."""

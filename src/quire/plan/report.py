@@ -65,7 +65,7 @@ def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) ->
 
 
 def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, Any]:
-    """Return a layout in one precision, its memory and its expected speed as a dictionary for JSON output."""
+    """Return a dictionary for JSON output: a layout in one precision, its memory and its expected speed."""
     result: dict[str, Any] = {
         "precision": fit.precision,
         "tensor_parallel_size": fit.tp,

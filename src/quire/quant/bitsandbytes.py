@@ -134,7 +134,8 @@ class Packed4(nn.Module):
         return (stored_indices(self.rows, device)[:, None] * columns.all + within).flatten()
 
     def _offset(self, i: int) -> float:
-        """Return the offset that was subtracted from all scales of matrix `i` before they were quantized."""
+        """Return the offset that bitsandbytes subtracted from all scales of matrix `i` before it quantized
+        them."""
         text = bytes(self.state[i].tolist()).rstrip(b"\0")
         return float(json.loads(text).get("nested_offset", 0.0)) if text else 0.0
 
@@ -254,6 +255,6 @@ def _check(name: str, rows: Runs, columns: Shard) -> None:
 
 
 def _without_first_axis(piece: Piece) -> Piece:
-    """Return the piece for the only matrix, without the first axis, which counts matrices."""
+    """Return a piece of the only matrix without the first axis, which is the index of the matrix."""
     outputs, inputs = (None if axis is None else axis - 1 for axis in (piece.outputs, piece.inputs))
     return piece._replace(tensor=piece.tensor[0], outputs=outputs, inputs=inputs)

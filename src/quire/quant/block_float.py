@@ -205,7 +205,7 @@ class BlockFloatMatrices:
 
 
 class BlockFloatWeight(Weight):
-    """A weight with the tensors of the file while loading."""
+    """A weight that has the tensors of the checkpoint while it is loaded."""
 
     def __init__(self, scheme: BlockFloat, shape: LinearShape) -> None:
         super().__init__(shape)
@@ -253,7 +253,7 @@ def _tensors_of(matrices: Iterable[Matrix]) -> nn.ParameterList:
 
 
 class BlockFloatExperts(StoredExperts):
-    """Experts of a layer with the tensors of the file while loading."""
+    """Experts of a layer that have the tensors of the checkpoint while they are loaded."""
 
     def __init__(self, scheme: BlockFloat, shape: ExpertShape) -> None:
         super().__init__(shape)

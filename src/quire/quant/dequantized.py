@@ -27,7 +27,8 @@ def dequantize_weight(plain: Callable[[], Weight], values: Tensor, reason: str) 
 
 
 def use_plain(weight: Weight, values: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Replace the kernels of `weight` by those of an unquantized weight with these values."""
+    """Make `weight` compute with these dequantized values: replace its kernels by those of an unquantized
+    weight."""
     plain = PlainWeight(replace(weight.shape, bias=False, device=_META), values.dtype)
     plain.weight, plain.bias = values, bias
     plain.find_kernels()
@@ -48,7 +49,8 @@ def dequantize_experts(
 
 
 def use_plain_experts(experts: StoredExperts, gate_up: nn.Parameter, down: nn.Parameter) -> None:
-    """Replace the kernels of `experts` by those of unquantized experts with these values."""
+    """Make `experts` compute with these dequantized values: replace their kernels by those of unquantized
+    experts."""
     plain = PlainExperts(replace(experts.shape, bias=False, device=_META), gate_up.dtype)
     plain.gate_up, plain.down = gate_up, down
     plain.gate_up_bias, plain.down_bias = experts.gate_up_bias, experts.down_bias

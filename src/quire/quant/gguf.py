@@ -100,15 +100,15 @@ def _is_supported(parts: list[Stored], num_dims: int, layer: LinearShape | Exper
 
 
 def _unfilled(kind: str, *shape: int) -> nn.Parameter:
-    """Return a parameter without memory for the bytes of matrices of this shape; `GGUFSource.fill` sets its
-    memory to the mapped file."""
+    """Return a parameter without memory for the stored bytes of matrices of this shape; `GGUFSource.fill`
+    lets it point into the mapped file."""
     (block_columns, block_bytes), (*rows, columns) = BLOCKS[kind], shape
     nothing = torch.empty(1, dtype=torch.uint8)
     return frozen_parameter(nothing.expand(*rows, columns // block_columns * block_bytes))
 
 
 class GGUFWeight(Weight):
-    """A weight with the bytes of the file while loading, and in the layout of the kernels afterwards."""
+    """A GGUF weight: it has the bytes of the file while it is loaded, and then the layout of the kernels."""
 
     def __init__(self, kinds: tuple[str, ...], shape: LinearShape) -> None:
         super().__init__(shape)

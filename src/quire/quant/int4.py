@@ -174,7 +174,8 @@ class GroupedTensors:
 
 
 class Int4Linear(Weight):
-    """A weight with the tensors of the file while loading, and in the layout of the kernels afterwards."""
+    """A grouped integer weight: it has the tensors of the checkpoint while it is loaded, and then the layout
+    of the kernels."""
 
     def __init__(self, tensors: Int4Tensors, shape: LinearShape, plain: Format) -> None:
         super().__init__(shape)
@@ -298,8 +299,8 @@ class Int4Linear(Weight):
 
 
 class Int4Experts(StoredExperts):
-    """Experts of a layer with the tensors of the file while loading, and in the layout of the kernels
-    afterwards."""
+    """Experts of a layer with grouped integer weights: they have the tensors of the checkpoint while they are
+    loaded, and then the layout of the kernels."""
 
     def __init__(self, tensors: Int4Tensors, shape: ExpertShape, plain: Format) -> None:
         super().__init__(shape)
@@ -412,8 +413,8 @@ def _join_offsets(parts: list[tuple[Int4Codes, Tensor | None]], dtype: torch.dty
 
 
 def _add_offsets(x: Tensor, product: Callable[[Tensor], Tensor], offsets: Tensor, group: int) -> Tensor:
-    """Return product(x), plus the part of zero points that `product` omits: for each group its `offsets`
-    [groups, outputs] times the sum of its inputs."""
+    """Return product(x) plus the zero-point correction that `product` leaves out: for each group of inputs,
+    their sum times the group's `offsets` [groups, outputs]."""
     sums = x.unflatten(1, (-1, group)).sum(2, dtype=torch.float32)
     return product(x) + (sums.to(offsets.dtype) @ offsets).to(x.dtype)
 

@@ -191,7 +191,8 @@ def _read_torchao_tiles(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Ten
 
 
 def _code_of_zero(scales: Tensor, middles: Tensor) -> Tensor:
-    """Return the fractional codes that stand for 0, given that the code 8 stands for `middles`."""
+    """Return the fractional codes of the weight 0 in each group, where the code 8 stands for the weight
+    `middles`."""
     return 8 - torch.where(scales == 0, 0, middles / scales)
 
 

@@ -255,7 +255,8 @@ class Int8Experts(StoredExperts):
 
 
 def _quantize_each(weight: Tensor) -> Int8Codes:
-    """Quantize expert by expert, to save memory for intermediate values."""
+    """Quantize the weights of one expert after another, since the intermediate values of all experts would
+    take much memory."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     for i, expert in enumerate(weight):

@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 from quire.parallel.group import Group
 
 _MOST_DEVICES = 64
-"""The largest device count suggested in error messages."""
+"""Largest number of devices that error messages suggest."""
 
 
 class Shard(NamedTuple):
@@ -39,8 +39,8 @@ def _in_units(size: int, unit: int | Fraction) -> int:
 
 
 Runs = tuple[Shard, ...]
-"""This device's shards along one axis of a stored tensor: the axis consists of consecutive ranges, and there
-is a shard of each range."""
+"""The parts of one axis of a stored tensor that this device loads: the axis is divided into consecutive
+ranges, such as queries, keys and values, and there is a shard of each range."""
 
 
 def divided(group: Group, size: int) -> Shard:
@@ -81,9 +81,9 @@ def of_heads(group: Group, heads: int, width: int) -> Shard:
 
 
 def by_group(group: Group, num: int, runs: Runs) -> Runs:
-    """Return this device's `Runs` of a fused projection (such as query, key and value) that the checkpoint
-    stores by `num` groups of heads: whole groups, or a part of one. `runs` are its shards if stored
-    projection by projection."""
+    """Return this device's `Runs` of a fused projection (query, key and value) that the checkpoint stores by
+    groups of heads: for each of `num` groups its queries, its key and its value. A device has whole groups or
+    a part of one. `runs` are its shards if each projection were stored on its own."""
     whole = sum(run.all for run in runs)
     if num % group.size == 0:
         return (divided(group, whole),)

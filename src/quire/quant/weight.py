@@ -44,8 +44,8 @@ class LinearShape:
 
 
 class Piece(NamedTuple):
-    """A tensor that is filled from a checkpoint tensor, and its axes along the layer's outputs and inputs
-    (None: it has no such axis)."""
+    """A tensor of a weight that is loaded from one checkpoint tensor, and its axes along the layer's outputs
+    and inputs (None: it has no such axis)."""
 
     tensor: Tensor
     outputs: int | None = 0
@@ -157,8 +157,8 @@ class Weight(StoredTensors):
 def with_bias(
     parts: list[dict[str, Piece]], bias: Tensor | None, sizes: Sequence[int]
 ) -> list[dict[str, Piece]]:
-    """Add to each part its slice of `bias`, if there is one, and return the parts; `sizes` are their numbers
-    of outputs."""
+    """Add to the tensors of each part its slice of `bias`, if the layer has one; `sizes` are the numbers of
+    outputs of the parts."""
     if bias is not None:
         for part, piece in zip(parts, bias.split(list(sizes)), strict=True):
             part["bias"] = Piece(piece)

@@ -14,8 +14,8 @@ from quire.sampling.rows import Ints
 from quire.sampling.transfer import to_device
 
 _NUM_BUFFERS = 3
-"""Number of mask buffers in rotation: enough that the masks in the oldest have usually been applied when it
-is reused."""
+"""Number of mask buffers that are used in turn: enough that the masks in the oldest buffer have usually been
+applied when it is used again."""
 
 
 def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
@@ -119,8 +119,8 @@ def open_masks(device: torch.device) -> MaskApplier:
 
 
 class ConstrainedRows:
-    """Copy of rows of logits after grammar masks, which is restored where further restrictions, such as bad
-    words, leave no token."""
+    """Copy of the rows of logits after grammar masks. Further restrictions, such as bad words, may leave no
+    token of a row; then `restore` brings the copied row back."""
 
     def __init__(self, logits: Tensor, at: NDArray[np.intp]) -> None:
         self._index = to_device(at, logits.device)

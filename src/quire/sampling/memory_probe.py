@@ -16,7 +16,7 @@ from quire.sampling.sampler import Sampler
 
 
 def everything(vocab: int, num_logprobs: int) -> SamplingParams:
-    """Return sampling parameters that use every feature."""
+    """Return sampling parameters that use every feature, for the measurement of memory."""
     return SamplingParams(
         temperature=0.9,
         top_k=min(50, vocab - 1),

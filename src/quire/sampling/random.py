@@ -44,7 +44,7 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finalizer of splitmix64."""
+    """Hash 64-bit integers by the finalizer of splitmix64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -53,11 +53,9 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def floors(
     logits: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float64]
 ) -> Tensor:
-    """Return [R, 1], the least logit that min_p, then top_k, then top_p allow in each row of `logits` [R, V].
-
-    A floor is a value, not a count: tokens whose logits equal the floor are all allowed, by top_k and top_p
-    alike, so that the result does not depend on the order of equal values in a sort.
-    """
+    """Return [R, 1], the smallest logit that min_p, then top_k, then top_p allow in each row of `logits` [R,
+    V]. A floor is a value, not a count: tokens whose logits equal the floor are all allowed, by top_k and
+    top_p alike, so that the result does not depend on the order of equal values in a sort."""
     peak = logits.amax(dim=-1, keepdim=True)
     with np.errstate(divide="ignore"):
         floor = peak + to_device(np.log(min_p).astype(np.float32)[:, None], logits.device)

@@ -149,8 +149,9 @@ class Sampler:
         tensors: SamplingTensors | None,
         masks: Masks,
     ) -> Sampled:
-        """Sample in parts, if there are more rows than `rows_at_once` or rows have several samples (draft
-        tokens). The first sample of every row comes before the second of any row."""
+        """Sample the positions of a step in several parts. This is needed if there are more rows than
+        `rows_at_once`, or if rows have several samples (draft tokens): the first sample of every row comes
+        before the second of any row."""
         sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=self.device))
         sampled.counts = self.counts
         draws, step = _draws(rows), rows_at_once(self.vocab)
@@ -179,7 +180,8 @@ class Sampler:
         tensors: SamplingTensors | None,
         constrained: Ints,
     ) -> Sampled:
-        """Sample rows with any sampling features; the caller limits the number of rows."""
+        """Sample rows that may use any sampling features. The caller limits the number of rows, and so the
+        memory of the copies."""
         logits = logits.float()
         constrained_rows = None
         if len(constrained):

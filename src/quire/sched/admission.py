@@ -46,8 +46,8 @@ class Admitter:
         drafting: Drafting | None = None,
         targets: Targets | None = None,
     ) -> None:
-        """Build the admitter. With `fair`, the tokens of a step are divided between tenants; with `targets`,
-        prompts are limited and ordered by the latency targets of requests."""
+        """Build the admitter. With `fair`, the tokens of a step are divided between tenants. With `targets`,
+        the prompt tokens of a step are limited and ordered by the latency targets of requests."""
         self.drafting, self.targets = drafting, targets
         self.kv = kv
         if kv.tiers is not None:
@@ -133,8 +133,8 @@ class Admitter:
         return ranks[:-1], ranks.item(-1)
 
     def _claimant(self, num_pending: int) -> Request | None:
-        """Return the next waiting request if running rows must leave tokens of the step to it. None: it
-        cannot be admitted, or the step has room for it anyway."""
+        """Return the next waiting request if running rows must leave tokens of the step to it. Return None if
+        it cannot be admitted, or if the step has room for it anyway."""
         if self.fault_isolation or len(self.running) >= self.limits.max_rows:
             return None
         if (request := self.waiting.next()) is None:
@@ -250,7 +250,8 @@ class Admitter:
         return self.chunked_prefill or num_tokens > self.limits.max_chunk
 
     def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
-        """Admit the next suspect of a failed step alone; it runs alone until it has a new token."""
+        """Admit the next suspect of a failed step (a request that may have caused the failure). It runs alone
+        until it has a new token."""
         request = self.fault_isolation.next_suspect
         if len(self.running) or self.checks.hold_back(request, alone=True):
             return []

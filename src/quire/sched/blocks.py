@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 SALTED = b"salt"
-"""Suffix of the keys of requests with a cache salt, before the mark of the group."""
+"""Suffix of the keys of blocks that belong to requests with a cache salt; the mark of the layer group follows
+it."""
 
 
 class Block:
@@ -90,7 +91,8 @@ class BlockPool:
     read and write it."""
 
     def __init__(self, num_blocks: int, index: dict[bytes, Block] | None = None) -> None:
-        """Build the pool. `index` may be shared with other pools if their keys differ."""
+        """Build the pool of `num_blocks` entries. `index` maps keys to entries; it may be shared with other
+        pools if their keys differ."""
         assert num_blocks >= 2, num_blocks
         self.blocks = [Block(id) for id in range(num_blocks)]
         self.blocks[0].num_users = 1
@@ -99,7 +101,8 @@ class BlockPool:
             self._free.append(block)
         self.index: dict[bytes, Block] = {} if index is None else index
         self.on_evict: Callable[[list[Block]], None] = lambda blocks: None
-        """Called with blocks before their prefixes are evicted; their contents are still valid."""
+        """Function that is called with blocks before their prefixes are evicted; their contents are still
+        valid then."""
         self.num_taken = 0
         """Number of blocks that were ever allocated."""
 
@@ -116,7 +119,8 @@ class BlockPool:
         return 1.0 - self.num_free / self.num_usable
 
     def take(self, count: int) -> list[Block]:
-        """Allocate `count` free blocks and evict their prefixes from the index; nothing else evicts."""
+        """Allocate `count` free blocks and evict their prefixes from the index. No other method evicts
+        prefixes."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free"
         taken, evicted = self._free.take(count), list[Block]()
         self.num_taken += count
@@ -141,8 +145,9 @@ class BlockPool:
             block.num_users += 1
 
     def release(self, blocks: list[Block]) -> None:
-        """Release the blocks of one sequence, in token order. Of those that are free then, the last are
-        reused before the first, and blocks without an indexed prefix before all others."""
+        """Release the blocks of one sequence, given in token order. Of those that become free, the last
+        blocks will be allocated again before the first ones, since the beginning of a sequence is more likely
+        to be shared. Blocks without an indexed prefix are allocated again before all others."""
         for block in reversed(blocks):
             block.num_users -= 1
             assert block.num_users >= 0, f"{block} was freed twice"

@@ -14,8 +14,8 @@ from quire.sched.running import Running
 
 
 class ArrayStore:
-    """Stores the arrays (encoder inputs) of the multimodal items of all current requests by key, each
-    once."""
+    """Stores the arrays (encoder inputs) of the multimodal items of all current requests. Items are stored by
+    key, so equal items of several requests take memory once."""
 
     def __init__(self) -> None:
         self._arrays: dict[bytes, Arrays] = {}
@@ -57,8 +57,8 @@ def strip_arrays(media: Media | None) -> Media | None:
 
 @dataclass(slots=True)
 class _Entry:
-    """One item in the cache: vectors that the worker has, or will have once it runs the step that encodes
-    them."""
+    """An item in the cache, with the number of its vectors: the worker has them already, or will have them
+    once it runs the step that encodes the item."""
 
     num_vectors: int
     num_users: int = 0
@@ -191,7 +191,8 @@ class EncoderCache:
         return chunks
 
     def take(self, running: Running, chunks: Ints) -> None:
-        """Hold the vectors of the items that the rows of `running.order` reach with `chunks` more tokens."""
+        """Hold the vectors of the items whose tokens are among the next `chunks` tokens of the rows of
+        `running.order`."""
         if self.rows:
             ends = running.num_computed[running.order] + chunks
             self._acquire([(self.rows[row], int(ends[place])) for place, row in self._places(running)])
@@ -229,8 +230,8 @@ class EncoderCache:
         return True
 
     def _undivided_spans(self, items: list[MediaItem], num_bidirectional: int) -> list[tuple[int, int]]:
-        """Return start and end of the spans that no step may divide: the items, or the first
-        `num_bidirectional` tokens."""
+        """Return the start and end of each span of tokens that one step must compute whole: the items, or the
+        first `num_bidirectional` tokens."""
         if num_bidirectional:
             return [(0, num_bidirectional)]
         return [(item.offset, item.end) for item in items] if self.undivided_items else []
@@ -310,7 +311,7 @@ class EncoderCache:
         return changes
 
     def reset(self) -> bool:
-        """Evict the vectors that no row holds; return whether the cache is empty."""
+        """Evict the vectors that no row holds; return whether the cache is empty afterwards."""
         for key in list(self._unused):
             self._evict(key)
         return not self._entries

@@ -30,7 +30,7 @@ class Capacity(NamedTuple):
 
 
 class FairShare:
-    """Levels and weights of the tenants."""
+    """Records the level (computed tokens divided by weight) of each tenant, by which tenants take turns."""
 
     def __init__(self) -> None:
         self.levels = np.zeros(1)

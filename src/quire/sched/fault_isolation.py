@@ -7,10 +7,9 @@ from quire.sched.limits import StepLimits
 
 
 class FaultIsolation:
-    """The requests of a failed step. They run alone, one by one, until each has a new token.
-
-    A request that fails alone, even with few tokens, is at fault. If no request fails alone,
-    the batch was too large."""
+    """The requests of a failed step, each of which may have caused the failure. They run alone, one by one,
+    until each has a new token. A request that fails alone, even with few tokens, is at fault. If no request
+    fails alone, the batch was too large."""
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits

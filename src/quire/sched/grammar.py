@@ -26,7 +26,8 @@ log = get_logger(__name__)
 
 Bits = NDArray[np.uint32]
 _MAX_INLINE_MASKS = 4
-"""Up to this number of masks, filling them takes less time than starting a thread."""
+"""Maximum number of masks that are filled without the mask thread: filling so few takes less time than
+starting the thread."""
 _NUM_BUFFERS = 3
 """Number of mask buffers: two steps are in flight, and each may read its buffer until it is over."""
 
@@ -58,7 +59,7 @@ class GrammarCompiler(Protocol):
 
 
 class _MaskJob(NamedTuple):
-    """The grammar masks of a step that are to be filled, and the matchers that fill them."""
+    """The grammar masks of a step that are still to be filled, and the matchers that fill them."""
 
     masks: Masks
     matched: list[tuple[GrammarMatcher, int]]
@@ -71,13 +72,14 @@ class _MaskJob(NamedTuple):
         self.add()
 
     def add(self) -> None:
-        """Set the bits of the tokens that are allowed in addition to those of the matchers."""
+        """Set the bits of the tokens in `extra_tokens`, which are allowed in addition to those of the
+        matchers."""
         for token_id, at in self.extra_tokens:
             self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 def _fill(grammars: GrammarCompiler, job: _MaskJob, done: AsyncValue) -> None:
-    """Fill masks and signal `done`, even after an error."""
+    """Fill the masks of a job and signal `done` at the end, even after an error."""
     try:
         job.fill(grammars)
     finally:
@@ -95,17 +97,18 @@ class Constraints:
         self._waiting: dict[str, Request] = {}
         """Requests with a grammar that is being compiled."""
         self._states_by_id: dict[str, GrammarState] = {}
-        """Grammar states by request id. They advance by known tokens, whether their request has a row or
-        not."""
+        """Grammar states by request id. They advance by the tokens with known values, whether their request
+        has a row or not."""
         self._matchers_key, self._matchers = b"", list[GrammarMatcher]()
-        """Cache of `_grammar_matchers`: rows with their admissions, and the matchers."""
+        """Cached result of `_grammar_matchers`: the matchers, and as its key the rows with their admission
+        numbers."""
         self._buffers = cycle([_MaskBuffer() for _ in range(_NUM_BUFFERS)])
         self._awaiting: deque[StepInFlight] = deque()
         """Steps that still need masks, oldest first."""
         self._job: _MaskJob | None = None
         """The masks of the oldest step once their filling has begun; None before."""
         self._is_thread_running = False
-        """Whether a thread fills masks and its result has not been checked."""
+        """Whether a thread was started to fill masks, and `_join` has not checked its result yet."""
 
     def add(self, request: Request) -> None:
         params = request.params

@@ -80,7 +80,7 @@ class GrammarState:
             yield state
 
     def copy(self) -> Self:
-        """Return a copy that advances on its own."""
+        """Return a copy of this state; each of the two advances independently of the other."""
         clone = copy(self)
         clone._generated = list(self._generated)
         clone._matcher, clone._text_matcher = (

@@ -16,8 +16,9 @@ from quire.sched.step_tokens import StepTokens
 
 @dataclass(slots=True)
 class Notes:
-    """Events since the last plan, which become part of the next step: released rows, requests that ran for
-    the first time, resumed requests with the seconds for which they were preempted, and statistics."""
+    """Events since the last plan, which the next plan takes to the workers or to the statistics: released
+    rows, requests that ran for the first time, resumed requests with the seconds for which they were
+    preempted, and counts."""
 
     released: list[int] = field(default_factory=list)
     admitted: dict[str, FirstRun] = field(default_factory=dict)

@@ -135,7 +135,8 @@ class KVEvents:
     # ---- all media
 
     def _copied(self, key: bytes, medium: str) -> None:
-        """Report a block in a lower tier by its hash alone; its tokens were reported before."""
+        """Report that a block was copied to a lower tier. The event has its hash alone, since its tokens were
+        reported before."""
         group = self._group_of(key)
         if (kind := self._kinds[group]) is None:
             return

@@ -24,7 +24,7 @@ from quire.sched.tier_protocol import LowerTiers
 _NONE: Ints = np.empty(0, np.int32)
 _NO_SAVES: Ints = np.empty((3, 0), np.int32)
 _MAX_TOKENS = 1 << 30
-"""Token limit that stands for no limit."""
+"""Number of tokens that stands for "no limit"."""
 
 Table = list[Block | None]
 Find = Callable[[bytes], Block | None]
@@ -128,7 +128,7 @@ class KVManager:
     # ---- admitting and freeing rows
 
     def may_share(self, request: Request) -> bool:
-        """Whether a request may reuse cached blocks of others."""
+        """Whether a request may reuse cached blocks of other requests."""
         return self.share_prefixes and not request.params.skip_reading_prefix_cache
 
     def lookup(self, request: Request, find: Find | None = None) -> Hit:
@@ -358,8 +358,8 @@ class KVManager:
     # ---- the prefix index
 
     def index(self, running: Running, rows: RowIds, lengths: Ints) -> None:
-        """Index the blocks that `rows[i]` fills with its known tokens up to `lengths[i]`. Blocks are
-        indexed before they are written; steps that share them read them after the write."""
+        """Index the blocks that the known tokens of each `rows[i]` fill, up to `lengths[i]` tokens. Blocks
+        are indexed before they are written; steps that share them run later and read them after the write."""
         if not self.share_prefixes:
             return
         num_full = np.minimum(lengths, running.num_known[rows]) // self.block_size
@@ -411,7 +411,7 @@ class KVManager:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is work without requests: copies to and from lower tiers."""
+        """Whether there is work that does not depend on requests: copies to and from lower tiers."""
         return self.tiers is not None and self.tiers.has_work
 
     def take_stores(self, step: int) -> BlockStores | None:
@@ -421,7 +421,7 @@ class KVManager:
         return stores
 
     def finish_step(self, step: int) -> None:
-        """Note that a step is done, and its blocks are written."""
+        """Record that a step is done, so that its blocks are written."""
         if self.tiers is not None:
             self.tiers.finish_step(step)
         self._publish()

@@ -78,8 +78,8 @@ class _Offer:
 
 
 class KVOffers:
-    """The prefixes kept for other engines. The name of a prefix consists of its request id and a random
-    part."""
+    """The prefixes that this engine keeps for other engines. The name of a prefix consists of its request id
+    and a random part."""
 
     def __init__(
         self,

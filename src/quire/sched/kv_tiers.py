@@ -26,7 +26,7 @@ from quire.sched.tier_stores import TierStores
 log = get_logger(__name__)
 
 MAX_LOADS = 8
-"""Most requests with entries on their way to the device at the same time."""
+"""Maximum number of requests with entries on their way to the device at the same time."""
 DRAIN_S = 60.0
 """Seconds to wait for the copies under way when the cache is reset."""
 REPORT_S = 1.0
@@ -49,7 +49,7 @@ class TierCopies(Protocol):
 
 @dataclass(slots=True)
 class _Load:
-    """Entries of a request on their way to the device."""
+    """The copy of a request's prefix from lower tiers, or from another engine, to the device."""
 
     request: Request
     held: HeldEntries
@@ -104,8 +104,8 @@ class KVTiers:
         are None."""
         self._next_report = clock() + REPORT_S
         self._reports: list[Future[LoadDone]] = []
-        """Worker calls that load no entries: they fetch reports of the workers or release prefixes in other
-        engines."""
+        """Calls of the workers that load no entries: they fetch statistics of the workers, or release
+        prefixes in other engines."""
         self._loads: dict[str, _Load] = {}
         """Copies to the device, by request id."""
         self._orphaned: list[_Load] = []
@@ -211,8 +211,8 @@ class KVTiers:
         return {key + mark for key in request.block_keys[:count] for mark in marks}
 
     def _missing(self, request: Request, hit: Hit, find: Find) -> dict[bytes, range]:
-        """Return the keys of a hit's entries that are in lower tiers, each with the block numbers of the
-        prefix that it restores."""
+        """Return the keys of those entries of a hit that are in lower tiers and not on the device, each with
+        the block numbers of the prefix that the entry restores."""
         missing = dict[bytes, range]()
         for table, mark in zip(hit.blocks, self.kv.marks, strict=True):
             for at, block in enumerate(table):

@@ -11,10 +11,12 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 PATIENCE = 32
-"""Successful steps after which a lowered limit rises by an eighth; doubled each time it is lowered."""
+"""Number of successful steps after which a lowered limit rises by an eighth. It is doubled each time the
+limit is lowered."""
 MAX_PATIENCE = 4096
 SMALLEST_SHARE = 16
-"""A request that fails alone is retried with fewer tokens per step, down to the setting divided by this."""
+"""Divisor of the smallest token limit: a request that fails alone is retried with fewer tokens per step, down
+to the configured limit divided by this number."""
 
 
 class Claim(NamedTuple):
@@ -26,27 +28,26 @@ class Claim(NamedTuple):
 
 
 class StepLimits:
-    """The most rows and tokens of a step, and the most tokens of one request in it.
-
-    They equal the settings until a batch fails although each of its requests runs alone. Then they are set to
-    half of the failed step and rise slowly."""
+    """The maximum number of rows and tokens of a step, and of tokens of one request in it. They equal the
+    settings until a batch fails although each of its requests runs alone. Then they are set to half of the
+    failed step, and rise slowly."""
 
     def __init__(self, *, max_rows: int, max_tokens: int, longest_chunk: int = 0) -> None:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.longest_chunk = longest_chunk or max_tokens
         self.paced_tokens: int | None = None
-        """The most tokens of the next step so that its prompts do not delay decodes of other tenants, or
-        decodes with a latency target, too much; None: no such limit."""
+        """Maximum number of tokens of the next step by which its prompts do not delay decodes of other
+        tenants, or decodes with a latency target, too much; None: no such limit."""
         self.least_chunk = 1
-        """Most tokens of one request that cannot be divided between steps; the token limit of a step is never
-        lower."""
+        """Largest number of tokens of a request that must be computed in one step; the token limit of a step
+        is never lower."""
         self._settings = (max_rows, max_tokens)
         self._proven_rows = self._proven_tokens = 0
         """Rows and tokens of the largest step that succeeded."""
         self._patience, self._num_succeeded = PATIENCE, 0
         self._tokens_before: int | None = None
-        """`max_tokens` before fewer tokens were tried; None: no retry is under way."""
+        """Value of `max_tokens` before a retry with fewer tokens; None: no retry is under way."""
 
     @property
     def budget(self) -> int:

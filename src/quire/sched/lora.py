@@ -50,7 +50,8 @@ class Slot:
     number: int
     holder: "AdapterRead | None" = None
     is_filled: bool = False
-    """Whether the device has the holder's weights, or will have with the plans made so far."""
+    """Whether the device has the weights of the slot's adapter, or will have them once the submitted plans
+    have run."""
     num_rows: int = 0
     since: float = 0.0
     """Time at which the holder got the slot."""
@@ -213,7 +214,7 @@ class LoRAScheduler:
         return adapter.slot.number
 
     def take_assignments(self) -> list[LoRAAssignment]:
-        """Return the slot assignments for the plan that is being made."""
+        """Remove and return the slot assignments for the plan that is being made."""
         filled, self._assignments = self._assignments, []
         return filled
 
@@ -350,7 +351,8 @@ class LoRAScheduler:
         return [slot for slot in self.slots if not slot.num_rows]
 
     def _free_slots(self) -> list[Slot]:
-        """Return the idle slots that no waiting request of their holder is about to use."""
+        """Return the slots whose adapter has no rows, except those that a waiting request of the same adapter
+        is about to use."""
         return [slot for slot in self._idle_slots() if slot.holder is None or not slot.holder.waiting]
 
     def _assign_slot(self, slot: Slot, adapter: AdapterRead) -> None:
@@ -394,7 +396,8 @@ class LoRAScheduler:
             slot.is_filled = False
 
     def forget_all(self) -> None:
-        """Forget all readings, because the workers have lost them. Adapters in use are read again."""
+        """Forget all adapters that were read, since the workers have lost them. Adapters in use are read
+        again."""
         assert not self.is_reading, "readings are in flight"
         self.collect_reads()
         self.empty_slots()
@@ -426,7 +429,7 @@ class LoRAScheduler:
         return bool(keys)
 
     def sweep(self, name: str) -> bool:
-        """Evict the adapters of this name that were retired and are unused. Return whether none of them is
+        """Evict the retired adapters of this name that no request uses. Return whether none of them is
         left."""
         newest = set(self._newest_by_key.values())
         old = [

@@ -41,7 +41,8 @@ class MaskThread:
 
 
 def _run_with_short_interval(work: Work, usual_s: float) -> None:
-    """Run the job with a short switch interval, so that its end is noticed at once."""
+    """Run the job with a short thread switch interval, so that the thread that waits for it continues soon
+    after its end; `usual_s` is the interval to restore."""
     sys.setswitchinterval(min(usual_s, _SWITCH_S))
     try:
         work()

@@ -46,12 +46,14 @@ class RecentEntries(Generic[K, V]):
 
 
 class MissReasons:
-    """Remembers which blocks were evicted and how known prompts went on, and explains misses by that.
+    """Remembers which blocks were evicted and how known prompts continued, to explain why a prompt was not in
+    the prefix cache.
 
     A reason reveals nothing about prompts of other cache scopes or salts. The tokens after a prefix are found
     by the key of the prefix, which contains scope and salt; equal first blocks are searched in the same
     scope. Salted prompts without a named API key are never found by others. Without scope and salt, prompts
-    may be of different clients: then a difference is reported by block, as the number of cached tokens is."""
+    may be of different clients: then a difference is reported by block, as the number of cached tokens is.
+    """
 
     def __init__(
         self,
@@ -91,8 +93,8 @@ class MissReasons:
             entries.clear()
 
     def learn(self, request: Request, tokens: Ints, first: int, end: int) -> None:
-        """Record the full blocks with the numbers `first` to `end` of a request that leaves its row; `tokens`
-        are all its tokens."""
+        """Record the full blocks number `first` to `end` of a request that leaves its row, as the known
+        continuation of their prefixes; `tokens` are all tokens of the request."""
         if first >= end:
             return
         keys, size = request.block_keys, self.block_size

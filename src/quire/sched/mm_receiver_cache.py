@@ -6,7 +6,8 @@ from quire.data.lru import Lru
 from quire.data.multimodal import Array, Arrays, Media, StoredArrays, size_of
 
 _MAX_SLACK = 1.25
-"""An array is copied out of a message that is larger than this multiple of the array."""
+"""Ratio of message size to array size above which an array is copied out of its message, so that the message
+can be freed."""
 
 
 class ReceiverCache:
@@ -55,7 +56,8 @@ class ReceiverCache:
 
 
 def _detach(arrays: Arrays) -> Arrays:
-    """Copy arrays out of their message if the message is much larger."""
+    """Copy arrays out of their message if the message is much larger, since a view would keep the whole
+    message in memory."""
     return {
         name: Array(array.dtype, array.shape, memoryview(bytes(array.data))) if _is_part(array) else array
         for name, array in arrays.items()

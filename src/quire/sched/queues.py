@@ -22,7 +22,7 @@ Entry = tuple[int, float, int, Request]
 
 
 class WaitingQueue(Protocol):
-    """Waiting requests in the order of admission. A request stands in it at most once."""
+    """The waiting requests in the order of admission. A request is in it at most once."""
 
     def push(self, request: Request) -> None: ...
     def push_front(self, request: Request) -> None: ...
@@ -53,7 +53,7 @@ class PriorityQueue:
         heapq.heappush(self._heap, entry)
 
     def _rank(self, request: Request) -> tuple[int, float]:
-        """Return the priority and a time; the lowest rank is first."""
+        """Return the sort key of a request: its priority and a time. The lowest key is first."""
         return request.priority, request.arrived_at
 
     def peek(self) -> Request:

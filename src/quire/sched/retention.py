@@ -8,9 +8,9 @@ from quire.data.cache_hints import CacheHints
 from quire.sched.blocks import Block, BlockPool, FreeList
 
 MAX_SHARE = 1 / 2
-"""Largest share of a pool that is retained for all hints together."""
+"""Maximum fraction of a pool that is retained for all hints together."""
 MAX_NAME_SHARE = 1 / 4
-"""Largest share of a pool that is retained for one session or `prompt_cache_key`."""
+"""Maximum fraction of a pool that is retained for one session or `prompt_cache_key`."""
 _EXPIRY_S = 1.0
 """Seconds between two searches for blocks with expired retention."""
 

@@ -42,8 +42,8 @@ class RoutedExperts:
         return taken
 
     def _of(self, row: int, first: int, end: int) -> NDArray[np.uint8 | np.uint16]:
-        """Return the experts of a row's tokens from `first` to `end`: [tokens, MoE layers, experts per
-        token]."""
+        """Return the experts of a row's tokens from position `first` up to `end`: [tokens, MoE layers,
+        experts per token]."""
         assert self._by_slot is not None, "no step has returned experts"
         table, size = self._kv.tables[self._group][row], self._kv.block_size
         blocks = table[first // size : -(-end // size)]

@@ -15,14 +15,15 @@ RowIds = NDArray[np.intp]
 
 
 def looks_back(params: SamplingParams) -> bool:
-    """Whether the sampler needs the preceding tokens on the host. Penalties are counted on the device."""
+    """Whether the sampler needs the values of the preceding tokens on the host. Penalties do not, since their
+    counts are on the device."""
     return params.timestamp_tokens is not None or any(
         len(word) > 1 for word in params.bad_words_token_ids or ()
     )
 
 
 def is_constrained(params: SamplingParams) -> bool:
-    """Whether the allowed next tokens depend on the generated ones."""
+    """Whether the allowed next tokens depend on the generated ones (a grammar or a reasoning budget)."""
     return params.structured_outputs is not None or params.thinking_token_budget is not None
 
 

@@ -16,8 +16,8 @@ from quire.sched.step_tokens import StepTokens
 
 _NONE: Ints = np.empty(0, np.int32)
 _RECENT_PLANS = 16
-"""If a row had drafts within this number of plans, it is not planned before the value of its last token is
-known, from which the next drafts are made."""
+"""Number of plans after drafts of a row for which the row waits: it is not planned before the value of its
+last token is known, from which the next drafts are made."""
 _RETRY_INTERVAL = 64
 """Number of plans after which rows without recent drafts wait once for the value of their last token, to try
 drafts again."""
@@ -118,7 +118,7 @@ class Drafting:
         return Drafts(counts, np.concatenate(cut).astype(np.int32))
 
     def _max_drafts(self, running: Running, rows: RowIds) -> Ints:
-        """Return the most drafts that each row may have."""
+        """Return the maximum number of drafts that each row may have."""
         limit = running.limit[rows]
         if self._max_len is not None:
             limit = np.minimum(limit, self._max_len)
@@ -135,7 +135,7 @@ class Drafting:
         return max_drafts
 
     def _may_draft(self, running: Running, rows: RowIds) -> NDArray[np.bool_]:
-        """Return [rows], whether each row may have drafts from the proposer or the worker."""
+        """Return for each row whether it may have drafts from the proposer or the worker."""
         may_draft: NDArray[np.bool_] = running.drafts[rows]
         if self._proposer is None:
             # The masks of drafts made by the worker are not known here.
@@ -154,8 +154,8 @@ class Drafting:
         )
 
     def _max_drafts_before_min_len(self, running: Running, rows: RowIds) -> Ints:
-        """Return the most drafts of each row for which `min_tokens` applies to all or none of them, however
-        many are accepted. The worker does not know in time how many tokens a row has."""
+        """Return the maximum number of drafts of each row for which `min_tokens` applies to all or none of
+        them, however many are accepted. The worker does not know in time how many tokens a row has."""
         num_tokens, min_len = running.num_tokens[rows], running.min_len[rows]
         is_free = num_tokens >= min_len
         left: Ints = np.where(

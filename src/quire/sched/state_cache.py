@@ -13,13 +13,13 @@ from quire.sched.retention import RetainingPool
 from quire.sched.running import RowIds, Running
 
 _NEVER = 1 << 30
-"""Value of `StateCache.next` for a row that takes no more checkpoints."""
+"""Position in `StateCache.next` of a row that takes no more checkpoints."""
 _LEAST_HALF = 1024
 """Smallest position of a checkpoint, in tokens, that results from halving a prompt repeatedly."""
 
 
 class _Save(NamedTuple):
-    """A checkpoint that the step being planned takes."""
+    """A checkpoint that is taken in the step being planned."""
 
     row: int
     slot: Block
@@ -116,8 +116,8 @@ class StateCache:
             self.next[row] = _NEVER
 
     def limit(self, running: Running, pending: Ints) -> Ints:
-        """Limit the pending tokens of each row of `running.order` to those before the position of its next
-        checkpoint."""
+        """Limit the pending tokens of each row of `running.order`, so that a step ends at the position of the
+        row's next checkpoint."""
         if not self._boundaries_left:
             return pending
         rows = running.order

@@ -31,7 +31,7 @@ _MEMORY = 256
 steps that was slow once is tried again."""
 _NUM_TERMS, _NUM_CLASSES = 7, 24
 _LEAST_MIXED = 4
-"""Steps with prompt tokens that are needed for an estimate."""
+"""Number of steps with prompt tokens that are needed for an estimate."""
 _NUM_STARTUP = 64
 """Number of first steps for which no warnings are logged: their durations may include the compilation of
 kernels."""
@@ -49,8 +49,8 @@ its class by this factor."""
 
 
 class Decodes(NamedTuple):
-    """The decodes of a step, and `prompt_start`: the largest number of tokens already computed of a prompt
-    that the same step continues."""
+    """Number and context of the decodes of a step, on which its duration depends. `prompt_start` is the
+    largest number of tokens already computed of any prompt that the same step continues."""
 
     num: int
     context: int
@@ -194,7 +194,8 @@ class StepCost:
 
 
 class _Samples:
-    """The last steps of one class: the terms of each step and its measured seconds."""
+    """The last steps of one class, each with its measured seconds and its terms (the values that are
+    multiplied by the fitted costs)."""
 
     def __init__(self, most: int) -> None:
         self._terms, self._seconds = np.zeros((most, _NUM_TERMS)), np.zeros(most)

@@ -49,8 +49,8 @@ class StepTokens:
         return spread(num_known - counts + 1, counts) if len(counts) else num_known
 
     def waves(self, wanted: NDArray[np.bool_]) -> Iterator[NDArray[np.intp]]:
-        """Yield the indices of the wanted tokens in groups: the first wanted token of each row, then the
-        second of each row, ..."""
+        """Yield the indices of the tokens that are marked in `wanted` in groups: the first of each row, then
+        the second of each row, and so on."""
         counts, places = self.result.counts, np.flatnonzero(wanted)
         if not len(counts):
             yield places

@@ -125,7 +125,7 @@ class EntryTiers:
         return (tier for tier in (self.host, self.disk) if tier is not None)
 
     def holds(self, key: bytes) -> bool:
-        """Whether an entry can be loaded from one of the tiers."""
+        """Whether one of the tiers has the entry with this key, so that it can be loaded."""
         return any(tier.find(key) for tier in self)
 
     def slot(self, key: bytes) -> int:

@@ -13,8 +13,8 @@ from quire.sched.running import Running
 
 
 class LowerTiers(AdmissionCheck, Protocol):
-    """The tiers of the KV cache below the device: host memory and disk. A request waits while its blocks are
-    copied from there to the device."""
+    """Interface of the KV cache tiers below the device: host memory and disk. A request waits while its
+    blocks are copied from there to the device."""
 
     running: Running | None
     """The running requests, for which blocks are reserved."""
@@ -35,7 +35,7 @@ class LowerTiers(AdmissionCheck, Protocol):
         blocks. `fresh` are the blocks on the device that the step fills."""
 
     def finish_step(self, step: int) -> None:
-        """Note that step number `step` is done: the blocks that it copied are now available in lower
+        """Record that step number `step` is done: the blocks that it copied are now available in lower
         tiers."""
 
     def forget_steps(self) -> None:

@@ -14,10 +14,10 @@ from quire.sched.kv_manager import is_salted
 from quire.sched.tier_index import EntryTiers, TierIndex
 
 AHEAD_SHARE = 1 / 4
-"""Share of all blocks, the next to be evicted, that are copied to host memory before their eviction. If fewer
-blocks are free, blocks of running requests are copied, too."""
+"""Fraction of all blocks, those that will be evicted next, that are copied to host memory before their
+eviction. If fewer blocks are free, blocks of running requests are copied, too."""
 NUM_AHEAD = 64
-"""Most blocks that a step copies ahead, in addition to as many as it fills."""
+"""Maximum number of blocks that a step copies before their eviction, in addition to as many as it fills."""
 
 _Stored = tuple[TierIndex, bytes]
 """An entry that a step stores: the tier, and the key of the entry."""
@@ -115,7 +115,7 @@ class TierStores:
         return stores
 
     def take_now(self) -> BlockStores | None:
-        """Return what is to be stored without a step; no step may be in flight."""
+        """Return the entries to be stored without a step; no step may be in flight."""
         stores, to_host, to_disk = self._take()
         self._commit(_InFlight([], to_host, to_disk))
         return stores
@@ -169,7 +169,7 @@ class TierStores:
         return ahead
 
     def _is_new(self, block: Block, host: TierIndex) -> bool:
-        """Whether a block's prefix is written and not in host memory."""
+        """Whether the contents of a block are written, and host memory has no copy of them."""
         return block.key is not None and block.key not in self.unwritten and block.key not in host
 
     def _goes_to_disk(self, key: bytes) -> bool:

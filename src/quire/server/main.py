@@ -163,7 +163,8 @@ def _announce(settings: ServerSettings, applications: Sequence[Application]) -> 
 async def _drain(
     server: _Server, applications: Sequence[Application], serving: "asyncio.Task[None]", timeout_s: float
 ) -> None:
-    """Refuse new connections, let the running requests finish, and abort those that exceed `timeout_s`."""
+    """Shut down gracefully: refuse new connections, let the running requests finish, and abort those that
+    take longer than `timeout_s`."""
     if num_answering := sum(len(application.api.running_requests) for application in applications):
         logger.info("Draining: %d requests have %g s to finish", num_answering, timeout_s)
     server.should_exit = True

@@ -23,8 +23,8 @@ _POLL_S = 0.01
 
 @dataclass
 class Child:
-    """A supervised process. Through a pipe it sends None when it is ready to serve ("up"), or the reason
-    why it cannot start."""
+    """A supervised process. It sends None through a pipe when it is ready to serve ("up"), or the reason for
+    which it cannot start."""
 
     name: str
     make: Callable[[connection.Connection], BaseProcess]

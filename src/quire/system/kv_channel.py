@@ -41,7 +41,7 @@ def token_host(settings: TransferSettings, side_channel_host: str) -> str:
 
 
 class KnownEngine:
-    """A file through which engines of the same user on this machine find this engine. It is locked while
+    """The file by which engines of the same user on this machine find this engine. The file is locked while
     the engine runs; files without a lock are deleted."""
 
     def __init__(self, root: Path, engine_id: str, host: str, port: int) -> None:

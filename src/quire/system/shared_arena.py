@@ -121,7 +121,7 @@ class SharedArena:
             return self._is_idle(item)
 
     def drop(self, item: SharedObject) -> None:
-        """Drop an object; its memory is reused once it has no references."""
+        """Mark an object as no longer needed. Its memory is reused once no process has a reference to it."""
         with self._lock:
             self._dropped[item.start] = item
             self._settle()

@@ -37,7 +37,7 @@ def create_shared_memory(num_bytes: int) -> int:
 
 
 class SharedCache:
-    """One process's access to the shared values. Any thread may use it."""
+    """Access of one process to the values in the shared memory. Any thread may use it."""
 
     def __init__(self, path: str) -> None:
         """Open the memory at `path`; raise OSError if that is not possible. A lock belongs to an open file

@@ -40,8 +40,8 @@ def secure(sock: "zmq.Socket[bytes]", token: str, *, listens: bool) -> None:
 
 
 class Handshakes:
-    """The state of a connecting socket's encryption handshakes: whether it is connected, or its token is
-    refused."""
+    """The outcomes of a connecting socket's encryption handshakes: whether the socket is connected, or its
+    token is refused."""
 
     def __init__(self) -> None:
         self.num_failed = 0

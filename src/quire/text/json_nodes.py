@@ -1,32 +1,35 @@
-"""Parts of JSON schemas, as far as positions in texts need them (`json_states.py`)."""
+"""Nodes of JSON schemas: as much of a schema as is needed to describe positions in texts
+(`json_states.py`)."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 _MAX_REFERENCES = 32
-"""Most references that lead to one another."""
+"""Maximum number of consecutive references: a `$ref` to a schema that is itself a `$ref`, and so on."""
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "$comment", "$defs", "definitions", "$schema", "$id")
 )
 
 
 class SchemaNode:
-    """A part of the schema."""
+    """A part of a schema that describes one value."""
 
     def __init__(self, kind: str = "any") -> None:
         self.kind = kind
-        """`object`, `array`, `string`, `any` (no restriction), or `other`: known by its bytes alone."""
+        """`object`, `array`, `string`, `any` (no restriction), or `other`: positions in such a value are
+        described by all of its bytes."""
         self.children: dict[bytes, SchemaNode] = {}
-        """Nodes of the properties that the schema names, by their keys in the text."""
+        """Nodes of the properties that the schema names, by key as it is written in the text, with quotes."""
         self.max_key_bytes = 0
-        """Length of the longest of these keys."""
+        """Number of bytes of the longest key in `children`."""
         self.others: SchemaNode | None = None
-        """SchemaNode of the other properties of an object, or of the items of an array; None: see `child`."""
+        """Node of an object's properties that are not in `children`, or of the items of an array; None: there
+        are none."""
         self.min, self.max = 0, None
         """Limits of the length of a string in characters, or of an array in items."""
         self.min_bytes = 1
-        """Least bytes of a value."""
+        """Minimum number of bytes of a valid value."""
 
     @property
     def is_counted(self) -> bool:
@@ -43,7 +46,7 @@ ANY = SchemaNode()
 
 
 class SchemaReader:
-    """Reads the parts of a schema that can be followed; all others are known by their bytes."""
+    """Reads a schema as nodes. Values whose keywords are not supported here get the kind `other`."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -78,7 +81,8 @@ class SchemaReader:
         return node
 
     def _follow(self, reference: str, num_references: int) -> SchemaNode:
-        """Return the node of a reference. The node exists before it is read, as it may contain itself."""
+        """Return the node of a reference. It is stored before its schema is read, since the schema may refer
+        to itself."""
         known = self._by_reference.get(reference)
         if known is not None:
             return known

@@ -1,4 +1,9 @@
-"""Positions in texts that follow a JSON schema: texts at equal positions may continue in the same ways."""
+"""Positions in JSON texts that follow a schema. Texts at equal positions may continue in the same ways, so
+that the token mask of a grammar, once computed, can be remembered for its position.
+
+A position describes all that later text depends on: the enclosing objects and arrays, the keys that are
+used, the bytes of an unfinished number. Whether the text is valid is not checked: the grammar does that.
+"""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -10,24 +15,29 @@ import numpy as np
 from quire.text.json_nodes import ANY, SchemaNode, SchemaReader
 
 MaskKey = tuple[int, ...]
-"""Name of a mask: positions with equal keys, in any text of the process, allow the same tokens."""
+"""Key of a remembered token mask. Positions with equal keys, in any text of the process, allow the same
+tokens."""
 
 MAX_POSITIONS, MAX_STEPS = 1 << 12, 1 << 14
-"""Most positions of one schema, and most steps between them, that are kept; beyond that, all are dropped."""
+"""Maximum number of positions of one schema that are kept, and of steps (tokens that lead from one to
+another); beyond that, all are dropped."""
 _POSITION_BYTES, _STEP_BYTES = 1 << 10, 256
-"""Estimated bytes of a position, and of a step from one to another."""
+"""Estimated bytes of memory for a position, and for a step (a token that leads from one position to
+another)."""
 MAX_RAW_BYTES = 48
-"""Masks are remembered at positions inside a number, an enum, a key and similar, which are known by their
-bytes, only up to this number of bytes: longer ones are hardly ever seen twice."""
+"""Maximum number of bytes so far of a number, an enum, a key or the like, at which masks are remembered. Such
+values are described by all of their bytes, and longer ones hardly ever occur twice."""
 MAX_NEW_STEPS = 2048
-"""Number of steps that no text took before, after which following stops if they were three of four."""
+"""Number of steps that no text took before, after which it is checked whether positions recur. If more than
+three of four steps were new, texts of the schema are no longer followed."""
 _LONG = b"." * (MAX_RAW_BYTES + 1)
-"""Bytes that stand for longer ones, which cost memory and are not remembered."""
+"""Bytes in place of longer ones than MAX_RAW_BYTES, at which masks are not remembered."""
 MAX_DEPTH = 64
-"""Objects and arrays around a position, above which texts are not followed."""
+"""Maximum number of nested objects and arrays; deeper texts are not followed."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1F\x7F]+')
 _SPACES = {32: b" ", 9: b" ", 13: b"\n", 10: b"\n"}
-"""White space, and what it is kept as: the patterns of white space have all kinds in two classes."""
+"""White space characters by the representative that is kept of each: the grammar's patterns of white space
+treat space and tab alike, and both line breaks alike."""
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'",:'[0], b"\\"[0], b","[0], b":"[0]
 _OPEN_OBJECT, _CLOSE_OBJECT, _OPEN_ARRAY, _CLOSE_ARRAY = b"{}[]"
 _OPENING, _CLOSING = frozenset(b"{["), frozenset(b"}]")
@@ -38,21 +48,21 @@ _VALUE, _STRING, _SCALAR, _OPAQUE, _KEY, _IN_KEY, _COLON_NEXT, _AFTER, _END = ra
 
 
 class TokenSpellings(dict[int, tuple[bytes, int] | None]):
-    """By token id: the bytes of the token, and the number of its characters if all of them are plain
-    characters of JSON strings, otherwise 0. None: the token is no text."""
+    """Spelling of each token, by id: its bytes, and the number of its characters if all of them are plain
+    characters of JSON strings, otherwise 0. None stands for a special token, which is not text."""
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int]) -> None:
         super().__init__(dict.fromkeys(special_ids))
         self._tokens = tokens
         lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self.max_bytes = int(lengths.max(initial=0))
-        """Length of the longest token."""
+        """Number of bytes of the longest token."""
         spelled = np.frombuffer(b"".join(tokens), np.uint8)
         is_other = (spelled < 0x20) | (spelled >= 0x7F) | (spelled == _QUOTE) | (spelled == _BACKSLASH)
         num_others = np.concatenate([[0], np.cumsum(is_other)])
         ends = np.cumsum(lengths)
         self._is_ascii = (num_others[ends] == num_others[ends - lengths]).tolist()
-        """Whether a token has plain characters of ASCII only."""
+        """Whether all characters of a token are plain ASCII characters of a JSON string."""
 
     def __missing__(self, token_id: int) -> tuple[bytes, int] | None:
         known = None
@@ -64,7 +74,8 @@ class TokenSpellings(dict[int, tuple[bytes, int] | None]):
 
 
 def _num_plain(data: bytes) -> int:
-    """Return the number of characters if all of them are plain characters of JSON strings, otherwise 0."""
+    """Return the number of characters of a token if all of them are plain characters of JSON strings,
+    otherwise 0."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -73,45 +84,51 @@ def _num_plain(data: bytes) -> int:
 
 
 class _Frame(NamedTuple):
-    """An object or array around a position."""
+    """An object or array that encloses a position."""
 
     node: SchemaNode
     is_array: bool
     keys: tuple[bytes | None, ...] = ()
-    """Keys so far of an object's properties; None for any number of those that are not in the schema."""
+    """Keys of an object's properties so far. One None stands for consecutive keys that the schema does not
+    name."""
 
 
 class _Place(NamedTuple):
-    """Description of a position, without the numbers of items of the arrays around it."""
+    """Description of a position, without the numbers of items of the arrays that enclose it. `where` is the
+    kind of the position, such as before a key."""
 
     where: int
     node: SchemaNode
-    """SchemaNode of the value, of the value before or after."""
+    """Part of the schema that describes the value in which the position is, or the one before or after it."""
     frames: tuple[_Frame, ...]
     raw: bytes
-    """Bytes of the current part that are not summarized otherwise."""
+    """Bytes of an unfinished number, key, escape or the like, which later text depends on."""
     num_chars: int = 0
     num_escapes: int = 0
-    """Plain characters and escapes so far of a string with limits."""
+    """Numbers of plain characters and of escapes so far in a string whose length the schema limits."""
     depth: int = 0
     is_in_string: bool = False
 
 
 class Position:
-    """A position, with the positions after tokens that were looked up before."""
+    """A position in texts of a schema, with the positions that follow it, as far as some text has reached
+    them."""
 
     __slots__ = ("after", "after_chars", "arrays", "is_forced", "is_plain", "mask_id", "place")
 
     def __init__(self, place: _Place, mask_id: int | None, reach: int) -> None:
         self.place = place
         self.mask_id = mask_id
-        """Number of the mask, but for the arrays around the position. None: the mask is not remembered."""
+        """First number of the mask's key; the limits of enclosing arrays are the others. None: the mask is
+        not remembered here."""
         self.is_forced = False
-        """Whether only one text follows at first: llguidance's mask has its usual tokens, given the last."""
+        """Whether the grammar allows only one text next. llguidance's mask then depends on the last token,
+        too, which becomes part of the key."""
         self.after: dict[int, tuple[Position, tuple[int, ...]]] = {}
-        """By token id: the position after the token, and its changes of arrays (`JsonStates.after`)."""
+        """Position after a token, by token id, with the changes of arrays that `JsonStates.after`
+        describes."""
         self.after_chars: dict[int, Position] = {}
-        """In a plain string: the position after a number of characters."""
+        """In a plain string: position after further plain characters, by their number."""
         self.is_plain = place.where == _STRING and not place.raw
         """Whether the position is between two characters of a plain string."""
         self.arrays = tuple(
@@ -119,23 +136,26 @@ class Position:
             for depth, node in enumerate(frame.node for frame in place.frames if frame.is_array)
             if node.is_counted
         )
-        """Arrays with limits around the position: depth, node, and the most items that a token begins."""
+        """Enclosing arrays whose length the schema limits: depth, part of the schema, and the maximum number
+        of items that one token can begin."""
 
 
 class JsonStates:
-    """Positions in the texts of one schema. They are right for valid texts: hardly anything is checked."""
+    """The positions in texts of one schema, which all of these texts share. They are correct for texts that
+    the grammar accepts; invalid texts are mostly not detected."""
 
     def __init__(self, schema: Mapping[str, Any], tokens: TokenSpellings) -> None:
         self.tokens = tokens
         self._reach = tokens.max_bytes
-        """Masks depend on continuations of the length of the longest token."""
+        """Number of bytes of the longest token: a mask depends on continuations of at most this length."""
         self._positions: dict[_Place, Position] = {}
         self._mask_ids: dict[object, int] = {}
         self._num_steps = 0
         self.num_tokens, self._num_new = 0, 0
-        """Tokens of all texts, and steps that no text took before, since their share was checked last."""
+        """Number of tokens of all texts, and of steps that no text took before, since the last check of
+        `is_useful`."""
         self.is_useful = True
-        """Whether texts reach positions again. If not, they are not followed any more."""
+        """Whether texts reach the same positions again and again. If not, they are no longer followed."""
         self._start = _Place(_VALUE, SchemaReader(schema).read(schema), (), b"")
 
     def start(self) -> "TextPosition":
@@ -150,9 +170,9 @@ class JsonStates:
     def after(
         self, position: Position, token_id: int, data: bytes
     ) -> tuple[Position, tuple[int, ...]] | None:
-        """Return the position after a token with the bytes `data`, and the changes of the arrays around it:
-        1 for a new array, 0 for one more item of the innermost, -1 for its end. None: the token does not fit
-        (drafts are arbitrary), or the nesting is too deep."""
+        """Return the position after a token with the bytes `data`, and a list of changes of the enclosing
+        arrays: 1 for the begin of an array, 0 for one more item of the innermost array, -1 for its end. None:
+        the token does not fit here (a draft token may be any), or the nesting is too deep."""
         place, changes = position.place, list[int]()
         try:
             for byte in data:
@@ -195,7 +215,8 @@ class JsonStates:
         return position
 
     def _forget(self) -> None:
-        """Drop all positions. Texts keep theirs, without the steps to others."""
+        """Drop all positions to free memory. Texts continue from their own positions, which no longer have
+        steps."""
         for position in list(self._positions.values()):  # threads that compile may add to them
             position.after.clear()
             position.after_chars.clear()
@@ -208,7 +229,7 @@ _mask_ids = count()
 
 
 class TextPosition:
-    """The position of one text."""
+    """The present position of one text that follows the schema, and the key of its token mask."""
 
     __slots__ = ("_counts", "_last", "_limits", "_position", "_states", "_tokens", "mask_key")
 
@@ -216,16 +237,16 @@ class TextPosition:
         self._states, self._tokens = states, states.tokens
         self._position = position
         self._counts = counts
-        """Numbers of complete items of the arrays around the position."""
+        """Number of complete items of each enclosing array, the outermost first."""
         self._last = last
-        """Id of the last token; -1 at the beginning."""
+        """Id of the text's last token; -1 at the beginning."""
         self._find_limits()
         self.mask_key: MaskKey | None = None
-        """Name of the mask of the next token; None if it is not remembered."""
+        """Key of the mask of the next token; None if the mask is not remembered."""
         self._name_mask()
 
     def advance(self, token_id: int) -> bool:
-        """Move on by a token. Return False if the text is not followed any more."""
+        """Move to the position after the next token. Return False if the text is no longer followed."""
         token = self._tokens[token_id]
         if token is None or not self._states.is_useful:
             return False
@@ -256,7 +277,7 @@ class TextPosition:
         self._find_limits()
 
     def _find_limits(self) -> None:
-        """Find how many more items the arrays around the position need and allow."""
+        """Compute how many more items each enclosing array with limits needs at least and allows at most."""
         limits = (_left(node, self._counts[depth], reach) for depth, node, reach in self._position.arrays)
         self._limits = tuple(limit for pair in limits for limit in pair)
 
@@ -268,7 +289,7 @@ class TextPosition:
             self.mask_key = None if mask_id is None else (mask_id, *self._limits)
 
     def force(self) -> None:
-        """Name the mask by the last token too."""
+        """Make the last token a part of the mask's key, since the grammar allows only one text next."""
         self._position.is_forced = True
         self._name_mask()
 
@@ -277,8 +298,8 @@ class TextPosition:
 
 
 def _left(node: SchemaNode, count: int, reach: int) -> tuple[int, int]:
-    """Return how many more characters or items are needed and allowed, at most `reach`, which no token
-    exceeds."""
+    """Return the minimum and maximum number of further characters or items, given `count` of them so far.
+    Both are cut to `reach`, beyond which they make no difference to the next token."""
     return (
         min(max(node.min - count, 0), reach),
         reach if node.max is None else min(max(node.max - count, 0), reach),
@@ -286,7 +307,8 @@ def _left(node: SchemaNode, count: int, reach: int) -> tuple[int, int]:
 
 
 def _summary(place: _Place, reach: int) -> object:
-    """Return what the mask depends on, but for the arrays around the position."""
+    """Return all that the mask at a position depends on, except for the enclosing arrays. Positions with
+    equal summaries share a mask."""
     if place.where != _STRING or not place.node.is_counted or place.num_escapes:
         return place
     return place._replace(num_chars=0), _left(place.node, place.num_chars, reach + 1)
@@ -348,8 +370,8 @@ def _one_char(place: _Place) -> _Place:
 
 
 def _in_escape(place: _Place, byte: int, changes: list[int]) -> _Place:
-    """Return the place after a byte of an escape. How strings with limits count escapes of code points is
-    left open: all of their bytes are kept."""
+    """Return the place after one more byte of an escape. In a string with limits, all bytes of an escaped
+    code point are kept, since it is not known here how the grammar counts its characters."""
     raw = place.raw + bytes((byte,))
     if place.node.is_counted and raw[1:2] == b"u":
         return place._replace(where=_SCALAR, raw=b"%d:%d:" % place[4:6] + raw, is_in_string=True)
@@ -365,7 +387,7 @@ _HIGH_SURROGATES = frozenset((b"d8", b"d9", b"da", b"db"))
 
 
 def _is_cut(raw: bytes) -> bool:
-    """Return whether the bytes are the beginning of a character of UTF-8."""
+    """Return whether the bytes are an incomplete character of UTF-8."""
     first = raw[0]
     return len(raw) < (1 if first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4)
 

@@ -1,4 +1,5 @@
-"""Token masks that are remembered: what a grammar allows at positions that texts reach again and again."""
+"""Memory of token masks: the tokens that a grammar allows, by the key of a position in the text that other
+texts reach, too."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -9,11 +10,11 @@ from numpy.typing import NDArray
 from quire.text.json_states import MaskKey
 
 MAX_BYTES = 32 << 20
-"""Most bytes of remembered masks. Those that were not used for the longest time are dropped."""
+"""Maximum bytes of remembered masks; the least recently used ones are dropped."""
 
 
 class MaskMemory:
-    """Remembered masks by key. It is not thread-safe."""
+    """Remembered token masks by key. It is not thread-safe."""
 
     def __init__(self, num_words: int, max_bytes: int = MAX_BYTES) -> None:
         self._masks = np.empty((max(max_bytes // (4 * num_words), 1), num_words), np.uint32)
@@ -28,7 +29,8 @@ class MaskMemory:
         return slot is not None and bool(int(self._masks[slot, token_id >> 5]) >> (token_id & 31) & 1)
 
     def copy(self, keys: Sequence[MaskKey | None], rows: list[int], bits: NDArray[np.uint32]) -> list[int]:
-        """Copy remembered masks to their rows of `bits`. Return the indices of the keys without one."""
+        """Copy remembered masks to their rows of `bits`. Return the indices of the keys whose masks are not
+        remembered."""
         slots = [self._slots.get(key) for key in keys]
         if len(self._slots) > len(self._masks) // 2:
             for key in keys:
@@ -44,7 +46,7 @@ class MaskMemory:
         return unknown
 
     def keep(self, key: MaskKey, mask: NDArray[np.uint32]) -> None:
-        """Remember a mask."""
+        """Remember a mask; if the memory is full, it replaces the least recently used one."""
         slot = self._slots.get(key)
         if slot is None:
             is_full = len(self._slots) >= len(self._masks)

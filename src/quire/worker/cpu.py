@@ -42,7 +42,8 @@ from quire.worker.spec.drafter import Drafter, SampleDrafts, SequenceEnds, Targe
 from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
 
 _MAX_BUFFERS = 32
-"""Most input buffers that are cached for steps without a tape; the least recently used buffer is dropped."""
+"""Maximum number of cached input buffers for steps that are not recorded as tapes; the least recently used
+buffer is dropped."""
 Sample = Callable[..., Tensor]
 """Function that samples token ids from logits, sampling parameters and, optionally, grammar constraints."""
 
@@ -62,7 +63,8 @@ class CpuDevice:
         self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
         self._taped_buffers = cache(_new_buffers)
-        """Input buffers of steps that are recorded as tapes; a tape reads them at fixed addresses."""
+        """Input buffers of steps that are recorded as tapes of kernel calls. The recorded calls contain the
+        addresses of these buffers, so each step of the same shape reuses the same buffer."""
         self._receive_buffers = cache(model.receive_buffer)
         """Buffers of taped steps for the output of the previous pipeline stage."""
         self._eager_buffers = lru_cache(_MAX_BUFFERS)(_new_buffers)
@@ -75,13 +77,13 @@ class CpuDevice:
         self.draft_progress: DraftProgress | None = None
         """Tokens that a separate draft model has computed; None without a separate model."""
         self._max_tokens = 0
-        """Most tokens that a draft model computes in one step to catch up with the target."""
+        """Maximum number of tokens that a draft model computes in one step to catch up with the target."""
         self._batch: Batch | None = None
         """Batch of the last step."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Return the estimated memory of the largest step: to measure it, the step would have to allocate the
-        memory. `weights` is the size of the weights in bytes."""
+        """Return the estimated memory of the largest step. It is estimated and not measured, since a measured
+        step would have to allocate the memory. `weights` is the size of the weights in bytes."""
         facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         num_samples = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
@@ -140,8 +142,8 @@ class CpuDevice:
         return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
-        """Return a step of one dummy token for an engine without requests: with expert parallelism, every
-        engine must take part in each step."""
+        """Return a plan of one dummy token, for an engine that has no requests while others have some: with
+        expert parallelism, every engine must take part in each step."""
         batch, inputs = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
         batch.intermediate_tensors = self.model.receive_buffer(1)
         self._set_ep_tokens(batch, plan)
@@ -197,8 +199,9 @@ class CpuDevice:
         counts: Ints,
         output: ForwardResult,
     ) -> None:
-        """Let the drafter read a step of the target. `first` is the position of the first token that each row
-        has computed in the step, and `counts` its number of new tokens (empty: one each)."""
+        """Let the drafter read the results of a step of the target model. `first` is the position of the
+        first token that each row has computed in the step, and `counts` is the number of its new tokens
+        (empty: one per row)."""
         rows, num_kept = plan.rows.astype(np.intp), plan.num_tokens
         if len(counts):
             num_kept = num_kept - plan.num_drafts
@@ -272,8 +275,8 @@ class Done:
 
 
 def _build_constraints(masks: Masks, places: Ints, count: int) -> ConstrainedHost | None:
-    """Return the grammar constraints of `count` samples; None if no row is constrained. `places` [max_rows]
-    is the index of each row's first sample."""
+    """Build the grammar constraints of `count` sampled positions; None if no row is constrained. `places`
+    [max_rows] is the index of each row's first sampled position."""
     if not len(masks.rows):
         return None
     mask_of = np.full(count, FREE, np.int32)

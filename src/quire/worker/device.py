@@ -91,7 +91,8 @@ class UnsampledRows:
 
 @contextmanager
 def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError,)) -> Iterator[None]:
-    """Raise EngineDead for errors of these kinds: the state of the device, and so every request, is lost."""
+    """Raise EngineDead in place of exceptions of these types: the state of the device, and so every request,
+    is lost."""
     try:
         yield
     except EngineDead:
@@ -125,9 +126,10 @@ class Device(Protocol):
         """Sampling function that runs within the forward pass; None if there is none."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Return the memory of the worker without its cache, with the largest step and all sampling features.
-        `weights` is the size of the weights in bytes. `sampler` is None in pipeline stages before the last.
-        The layers have a small cache of `bound` bytes for the measurement, which is not counted."""
+        """Return the memory that the worker needs besides its cache, for the largest step with all sampling
+        features. `weights` is the size of the weights in bytes. `sampler` is None in pipeline stages before
+        the last. During the measurement the layers have a small cache of `bound` bytes, which is not
+        counted."""
 
     def warm_up(self, config: EngineConfig) -> None:
         """Prepare for the first request after the cache was allocated, for example capture CUDA graphs."""
@@ -152,11 +154,12 @@ class Device(Protocol):
     def start_readback(
         self, plan: StepPlan, output: ForwardResult, sampled: Sampled, all_rows: Rows
     ) -> Pending:
-        """Start the copy of the sampled tokens to the host. Must be called before `Rows.advance`."""
+        """Start the copy of the sampled tokens to the host. It must be called before `Rows.advance`, which
+        counts the tokens of this step as computed."""
 
 
 class StepFeatures(NamedTuple):
-    """The features that the rows of a step use beside plain text."""
+    """The features, besides plain text, that the rows of a step use."""
 
     embeds: tuple[Tensor, Tensor] | None
     """Indices [K] of tokens with embeddings in place of ids, and the embeddings [K, hidden]; or None."""
@@ -191,7 +194,7 @@ class StepFeatures(NamedTuple):
     def batch(
         self, inputs: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, seq_lens: Ints
     ) -> Batch:
-        """Build the batch of a step with these features."""
+        """Build the batch of a step with these features from its input tensors."""
         lens, uses_extra_vocab = (query_lens, seq_lens), self.uses_extra_vocab
         batch = batch_of(inputs, block_tables, *lens, uses_extra_vocab=uses_extra_vocab)
         batch.embeds, batch.last_visible = self.embeds, self.last_visible
@@ -238,8 +241,8 @@ class Model:
         return self.head(states) if batch.logit_lora is None else self.head(states, batch.logit_lora)
 
     def head_of_one(self, states: Tensor) -> Tensor:
-        """Return the logits of hidden states, all with the adapter in slot 0 if LoRA is on, to measure
-        memory."""
+        """Return the logits of hidden states that all belong to one row; with LoRA the adapter in slot 0 is
+        applied, since the call only measures memory."""
         if self.adapters is None:
             return self.head(states)
         slots = torch.zeros(len(states), dtype=torch.int32, device=states.device)
@@ -312,7 +315,7 @@ class Model:
 
 
 class NewTokens(NamedTuple):
-    """The number of a step, and the rows that get tokens in it."""
+    """The rows that get tokens in a step, and the number of the step."""
 
     step: int
     rows: NDArray[np.intp]
@@ -387,9 +390,9 @@ def blank_batch(
     adapters: bool = False,
     axes: int = 0,
 ) -> tuple[Batch, dict[str, Tensor]]:
-    """Build a dummy step of sequences with the lengths `lens`, which read the first block and write nothing.
-    All of them sample, or the first `num_samples`. With `adapters` the step runs the LoRA kernels, although
-    no token has an adapter."""
+    """Build a dummy step of sequences with the lengths `lens`, which read the first cache block and write
+    nothing. All sequences sample, or only the first `num_samples`. With `adapters` the step runs the LoRA
+    kernels, although no token has an adapter."""
     num_groups, num_rows, _ = block_tables.shape
     num_samples = len(lens) if num_samples is None else num_samples
     sizes = BufferSizes(

@@ -38,16 +38,17 @@ HEADER_BYTES = len(_MAGIC) + 2 * _DIGEST_BYTES
 _ENDING = ".kv"
 _UNFINISHED = ".tmp"
 _KINDS = ("", "_states")
-"""Endings of the names of folders: of those for KV blocks, and for checkpoints of SSM states."""
+"""Kinds of folders, which are the last part of their names: for KV blocks, and for checkpoints of SSM
+states."""
 _SUFFIX = re.compile(r"_r(\d+)(\D*)")
-"""The suffix of the name of a folder: the rank and the kind."""
+"""Pattern of the part of a folder's name after the model's digest: the rank and the kind."""
 _NUM_READERS = 4
 _MAX_WAITING_BYTES = 1 << 30
-"""Most bytes that wait to be written; further blocks are not written."""
+"""Maximum number of bytes that wait to be written; blocks beyond it are not written."""
 _LOCK_S = 10.0
-"""Seconds to wait until a previous process releases the directory."""
+"""Maximum seconds to wait until a previous process releases the directory."""
 _CLOSE_S = 30.0
-"""Most seconds to wait for pending writes."""
+"""Maximum seconds to wait at the end for pending writes."""
 Bytes = NDArray[np.uint8]
 
 
@@ -76,21 +77,21 @@ class DiskTier:
         most_bytes: int = 0,
         takes: Callable[[str], bool] | None = None,
     ) -> None:
-        """Open or create the folder of a model. `model` is the digest of everything that the contents of a
-        block depend on besides its key. Folders of other models whose suffix `takes` accepts make way: their
-        files and those of this tier have at most `most_bytes` together."""
+        """Open or create the folder of a model. `model` is the digest of all properties that the contents of
+        a block depend on besides its key. `most_bytes` limits the files of this tier together with those of
+        other models whose folder suffix `takes` accepts; the latter are deleted to make room."""
         assert len(model) == _DIGEST_BYTES
         self.folder, self.model, self.block_bytes = folder, model, block_bytes
         self.is_off = False
-        """Whether nothing is written any more, after an error of the disk."""
+        """Whether an error of the disk has switched the tier off: nothing is written any more."""
         self._lock = threading.Lock()
         self._num_waiting_bytes = 0
         self._read_s = self._write_s = 0.0
         self._num_written_bytes = 0
         self._lost_writes: list[bytes] = []
-        """Keys of blocks that were not written, since the last `take_report`."""
+        """Keys of blocks that could not be written, since the last `take_report`."""
         self._unwritten: dict[bytes, tuple[ContentsLater, int]] = {}
-        """Contents of the blocks that wait to be written, and their index in them, by key."""
+        """Contents that wait to be written, and the index of the block in them, by key."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._folder_lock = self._open_folder()
         self._num_files = 0
@@ -102,7 +103,8 @@ class DiskTier:
         self._writer.start()
 
     def _open_folder(self) -> int:
-        """Create the folder for its user alone and lock it; return the descriptor of the lock file."""
+        """Create the folder so that only its user can read it, and lock it; return the descriptor of the lock
+        file."""
         try:
             self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -130,8 +132,8 @@ class DiskTier:
                 time.sleep(0.1)
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all complete files, the least recently used first. Unfinished files, and others
-        with the ending of a block's file, are deleted."""
+        """Return the keys of all complete files, the least recently used first. Unfinished files are deleted,
+        and so are files with a block's ending that are not named by a key."""
         times: dict[bytes, float] = {}
         for entry in block_files(self.folder):
             path = Path(entry.path)
@@ -163,7 +165,8 @@ class DiskTier:
     # ---- writing
 
     def admit(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these blocks, from the first on, may be queued. The others are lost writes."""
+        """Return how many of these blocks may be queued, counted from the first. The other blocks are
+        recorded as lost writes."""
         with self._lock:
             left = 0 if self.is_off else _MAX_WAITING_BYTES - self._num_waiting_bytes
             count = min(left // max(self.block_bytes, 1), len(keys))
@@ -249,8 +252,8 @@ class DiskTier:
         return blocks
 
     def take_report(self, done: LoadDone) -> None:
-        """Add to `done` the times and bytes of reads and writes, and the keys of lost writes, since the last
-        call; set `is_off` if the tier is off."""
+        """Add to `done` the times and bytes of the reads and writes since the last call, and the keys of lost
+        writes; set its `is_off` if the tier is switched off."""
         with self._lock:
             done.read_s += self._read_s
             done.write_s += self._write_s
@@ -329,7 +332,8 @@ def open_disk_tiers(
     endings = [ending for ending, count in zip(_KINDS, counts, strict=False) if count]
 
     def owner_of(suffix: str) -> str:
-        """Return the suffix of the tier for whose files those of another model with this suffix make way."""
+        """Return the suffix of this engine's tier that may delete files of another model with the folder
+        suffix `suffix`, to make room."""
         at, ending = _SUFFIX.fullmatch(suffix).groups()  # type: ignore[union-attr]
         return f"_r{at if int(at) < num_ranks else 0}{ending if ending in endings else endings[0]}"
 
@@ -362,6 +366,6 @@ def model_digest(config: EngineConfig) -> bytes:
 
 
 def _files(path: Path) -> list[tuple[str, int, int]]:
-    """Return names, sizes and times of the weight files of a model."""
+    """Return the name, size and time of each weight file of a model."""
     stats = [(file.name, file.stat()) for file in weight_files(path)]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

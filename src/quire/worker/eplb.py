@@ -29,14 +29,16 @@ class Balancer:
         for layer in layers:
             layer.weights.by_expert()  # raises if the weights cannot move
         self._count_interval = math.gcd(eplb.window_size, eplb.step_interval)
-        """Number of steps per count of tokens; the window and the interval are multiples of it."""
+        """Number of steps after which the token counts of experts are recorded; the window and the interval
+        are multiples of it."""
         self._window: deque[Tensor] = deque(maxlen=eplb.window_size // self._count_interval)
         self._num_steps = 0
         self._unplaced: deque[tuple[Experts, list[int]]] = deque()
         """Layers that wait for a new placement, with their loads."""
 
     def begin(self) -> None:
-        """Reset the counts, for example after the warm-up."""
+        """Reset the counts, so that steps before the first request, such as those of the warm-up, do not
+        count."""
         for layer in self.layers:
             assert layer.loads is not None
             layer.loads.zero_()

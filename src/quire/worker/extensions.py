@@ -14,7 +14,8 @@ from quire.worker.rows import Rows
 
 
 class ConfigView:
-    """A section of the configuration, read by vLLM's names, with additional `values` that only vLLM has."""
+    """A section of the configuration, whose fields are read by vLLM's names, with additional `values` for
+    names that Quire does not have."""
 
     def __init__(self, section: Any, **values: Any) -> None:
         self._section = section

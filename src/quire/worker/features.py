@@ -17,11 +17,11 @@ from quire.worker.rows import Rows
 
 
 class StepFeature(Protocol):
-    """A feature of requests with work before and after the forward pass of each step, such as prompt
+    """A feature of requests that needs work before and after the forward pass of each step, such as prompt
     logprobs."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Prepare a step: its plan is applied to the rows, and nothing is computed yet."""
+        """Prepare a step, after its plan is applied to the rows and before the forward pass."""
 
     def end(self, plan: StepPlan, output: ForwardResult, sampled: Sampled) -> None:
         """Process a step that has been sampled; `Rows.advance` has not been called yet."""
@@ -81,7 +81,8 @@ class PromptLogprobs:
 
 
 class ExpertsReadback:
-    """Copies the experts that the layers chose to the host, beside the sampled tokens."""
+    """Copies the experts that the MoE layers chose for each token to the host, together with the sampled
+    tokens, for requests that return them."""
 
     def begin(self, plan: StepPlan) -> None:
         pass
@@ -93,6 +94,7 @@ class ExpertsReadback:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Start to copy a tensor to the host; the copy is complete when the sampled tokens are there."""
+    """Start to copy a tensor to the host. The copy is complete once the sampled tokens of the step have
+    arrived there."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)

@@ -13,7 +13,8 @@ from quire.sampling.rows import SamplingRows
 from quire.worker.rows import Int64s, Rows
 
 _ALIGN = 64
-"""Alignment in bytes: kernels are compiled for aligned pointers, and all steps must look the same to them."""
+"""Alignment of each array in bytes. Kernels are compiled for aligned pointers, so an unaligned array would
+compile them again."""
 
 Arrays = dict[str, NDArray[Any]]
 _NO_PLACES: Int64s = np.empty(0, np.int64)
@@ -108,7 +109,8 @@ class StepBuffers:
         self._query_len = self._version = 0
 
     def holds(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether the buffer was last written for a decode of the same rows and requests."""
+        """Whether the buffer was last written for a decode of the same rows and requests as this plan, so
+        that few values change."""
         is_decode = plan.query_len == self._query_len > 0 or (self.sizes.query_len > 0 and len(plan.rows) > 0)
         return is_decode and self._version == all_rows.version and _bytes_of(plan) == self._rows
 
@@ -193,9 +195,10 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
 
 
 def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int = 1) -> None:
-    """Fill the arrays of a decode step with padding from sequence `first` on. Padding reads nothing and
-    writes to the row `pad_row`, which begins at `pad_place` in the flattened block tables. With several
-    tokens per sequence it reads the first block, since each token must attend to some key."""
+    """Fill the arrays of a decode step with padding from sequence `first` on. Padding has no keys of its own
+    and writes to the row `pad_row`, whose entries begin at `pad_place` in the flattened block tables. With
+    several tokens per sequence it attends to the first cache block, since each token must attend to some
+    key."""
     for name, array in into.items():
         if (padding := _PADDING.get(name.rstrip("0123456789"))) is not None:
             array[first:] = padding
@@ -209,8 +212,8 @@ def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int
 
 
 def pad(into: Arrays, num_seqs: int) -> None:
-    """Pad a step of `num_seqs` sequences: all padding tokens belong to the last sequence of the arrays; the
-    sequences in between are empty."""
+    """Pad a step with `num_seqs` sequences up to the size of its arrays: all padding tokens belong to the
+    last sequence of the arrays, and the sequences in between are empty."""
     starts = into["query_starts"]
     starts[num_seqs + 1 :] = starts[num_seqs]
     starts[-1] = len(into["token_ids"])
@@ -244,7 +247,7 @@ def sampling_tensors(inputs: dict[str, Tensor]) -> SamplingTensors:
 
 
 def row_sampling_tensors(state: SamplingRows, rows: NDArray[np.intp]) -> SamplingTensors:
-    """Return the sampling parameters of rows, one sample each, without positions."""
+    """Return the sampling parameters of rows with one sampled position each; the positions are left out."""
     return SamplingTensors(
         temperature=torch.from_numpy(state.sample_temperature[rows]),
         top_k=torch.from_numpy(state.top_k[rows].astype(np.int32)),

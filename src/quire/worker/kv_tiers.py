@@ -57,7 +57,8 @@ class CacheEntries:
             rows.index_copy_(0, ids + self.first, part)
 
     def _parts(self, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each tensor with its part of `contents`, both as 8-byte numbers if they are aligned."""
+        """Yield each layer's tensor of the device cache with its part of `contents`, both viewed as 8-byte
+        numbers if they are aligned, for faster copies."""
         first = 0
         for rows in self.tensors:
             size = rows[0].numel()
@@ -113,7 +114,7 @@ def _continues(run: list[Tensor], rows: Tensor) -> bool:
 
 
 def _caches(layer: Caching) -> list[Tensor]:
-    """Return the tensors of a layer with one page per block."""
+    """Return the cache tensors of a layer, each of which has one page per block."""
     if isinstance(layer, PagedAttention):
         caches = [layer.k_cache, layer.v_cache]
     elif isinstance(layer, MLAAttention):
@@ -129,7 +130,7 @@ class BlockCopies(Protocol):
     entries: CacheEntries
 
     def new_slots(self, count: int) -> Tensor:
-        """Return host memory [count + 1, entry_bytes] for `count` entries; row 0 is for none of them."""
+        """Allocate host memory [count + 1, entry_bytes] for `count` entries; row 0 stands for no entry."""
 
     def begin_step(self) -> None:
         """Let the next step wait, on the device, for the copies to the host that `start_out` has started with
@@ -140,8 +141,8 @@ class BlockCopies(Protocol):
     ) -> "CopiedBlocks | None":
         """Start to copy the entries `ids` to the host, after the submitted steps, without waiting for the
         copy. Entry i is copied to row `rows[i]` of `slots` if that row is above 0. With `keep`, all entries
-        are also copied to memory that is returned. With `ahead`, the next step, which does not overwrite
-        these entries, may run during the copy."""
+        are also copied to memory that is returned, for example to write them to disk. With `ahead`, the next
+        step, which does not overwrite these entries, may run during the copy."""
 
     def read(self, ids: Sequence[int], out: Tensor | None = None) -> Tensor:
         """Return the contents [n, entry_bytes] of entries that no step writes to, on the host, in `out` if it
@@ -152,7 +153,7 @@ class BlockCopies(Protocol):
         until they are there; may run in any thread."""
 
     def begin_in(self) -> None:
-        """Let later copies to the device wait for the steps that were submitted."""
+        """Let later copies to the device start only after the steps that were submitted so far."""
 
     def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
         """Start to copy `contents`, a row of bytes per entry, to the entries `ids`; may run in any thread."""
@@ -161,7 +162,7 @@ class BlockCopies(Protocol):
         """Wait on the host until all started copies to the device are done."""
 
     def take_out_s(self) -> float:
-        """Return the duration in seconds of the copies to the host that have ended since the last call."""
+        """Return the total seconds of the copies to the host that have ended since the last call."""
 
 
 class CopiedBlocks(Protocol):
@@ -182,7 +183,7 @@ class HostBlocks:
 
 
 class CpuBlockCopies:
-    """Copies KV cache entries of a CPU. Each copy is complete when it has been started."""
+    """Copies KV cache entries on a CPU. A copy is complete when the method that starts it returns."""
 
     def __init__(self, entries: CacheEntries) -> None:
         self.entries = entries
@@ -233,11 +234,11 @@ class KindTiers:
         self.slots = copies.new_slots(num_slots) if num_slots else None
         self.disk = disk
         self._entering = threading.Lock()
-        """Held while a load writes to the cache, and while the cache is replaced."""
+        """Lock that is held while a load writes to the cache, and while the cache is replaced."""
 
     def store(self, stores: BlockStores, *, ahead: bool) -> None:
-        """Copy entries to their host slots, and queue entries for the disk, up to its limit of waiting
-        bytes."""
+        """Copy entries to their host slots, and queue entries to be written to disk, unless too many bytes
+        wait there already."""
         written = [at for at, is_written in enumerate(stores.to_disk) if is_written]
         written = written[: 0 if self.disk is None else self.disk.admit([stores.keys[at] for at in written])]
         others = {at for at, slot in enumerate(stores.slots) if slot}.difference(written)
@@ -250,8 +251,8 @@ class KindTiers:
                 self.disk.write(part.keys, out)
 
     def load(self, load: BlockLoad, places: Sequence[int], remote: RemoteRead | None = None) -> list[int]:
-        """Copy the entries at these indices of `load` to the device; return the indices that cannot be
-        read."""
+        """Copy the entries at the indices `places` of `load` from the tiers, or from the engine `remote`, to
+        the device; return the indices of entries that cannot be read."""
         failed: list[int] = []
         with self._entering:
             self.copies.begin_in()
@@ -309,7 +310,8 @@ class WorkerTiers:
         self.remote, self.ipc = remote, ipc
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all files, of blocks first, of each kind the least recently used first."""
+        """Return the keys of all files on disk: those of blocks, then those of checkpoints, each with the
+        least recently used first."""
         disks = (kind.disk for kind in self.kinds if kind.disk is not None)
         return [key for keys in map(DiskTier.keys, disks) for key in keys]
 
@@ -319,7 +321,8 @@ class WorkerTiers:
             kind.copies.begin_step()
 
     def store(self, stores: BlockStores) -> None:
-        """Delete the files of `stores.dropped`, and copy the entries to their host slots and files."""
+        """Delete the disk files of the keys `stores.dropped`, and copy the other entries of `stores` to their
+        host slots and files."""
         num_now = len(stores.ids) - stores.num_ahead
         for is_of_states, kind in enumerate(self.kinds):
             if kind.disk is not None and stores.dropped:

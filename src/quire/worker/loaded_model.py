@@ -54,11 +54,13 @@ from quire.worker.state_checkpoints import StateCheckpoints
 log = get_logger(__name__)
 
 _CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, INT8_CACHE: torch.int8}
-"""KV cache dtypes in which no model computes, by their name in the configuration."""
+"""KV cache dtypes that only store values and in which no model computes, by their name in the
+configuration."""
 
 
 class LoadedModel:
-    """The layers that one device runs: loads their weights, allocates caches and builds their runner."""
+    """The layers of the model that one device runs. This class loads their weights, allocates their caches
+    and builds the runner of steps."""
 
     def __init__(self, config: EngineConfig, world: World) -> None:
         self.config, self.world = config, world
@@ -97,7 +99,8 @@ class LoadedModel:
         self.slots: AdapterSlots | None = None
         """LoRA adapter slots; None if LoRA is off."""
         self.twins: LayerTwins | None = None
-        """Copies of the layers before loading, to update weights; None if the weights cannot be updated."""
+        """Copies of the layers without weights, made before loading, through which new weights are loaded;
+        None if the weights cannot be updated."""
         if self.offload is not None:
             self.offload.close()
         self.offload = None
@@ -118,8 +121,8 @@ class LoadedModel:
         return bool(media and media.is_whole) or bool(pooling and pooling.bidirectional)
 
     def _causal_groups(self) -> tuple[int, ...]:
-        """Return the layer groups that stay causal if images are bidirectional in sliding-window layers
-        only."""
+        """Return the layer groups whose attention stays causal in models where images are bidirectional only
+        in sliding-window layers."""
         facts = self.config.checkpoint.facts
         if facts.media is None or not facts.media.whole_in_windows:
             return ()
@@ -197,7 +200,7 @@ class LoadedModel:
             self.drafter = open_drafter(config, self.draft, self.model, backend, self.device)
 
     def _prefetch(self, offload: LayerOffload) -> None:
-        """Let every step copy the offloaded layers to the device."""
+        """Install the hooks by which every step copies the offloaded layers to the device."""
         from quire.worker.cuda.layer_copies import CudaLayerCopies
 
         offload.place()
@@ -241,8 +244,8 @@ class LoadedModel:
         return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
     def cache_entries(self, checkpoints: StateCheckpoints | None) -> list[CacheEntries]:
-        """Return access to the allocated cache: to its KV blocks, then to its SSM state checkpoints, if
-        any."""
+        """Return the contents of the allocated cache as entries: its KV blocks, then its SSM state
+        checkpoints, if there are any."""
         pages = cache_pages(caching_layers(self.modules.modules()))
         return [pages] if checkpoints is None else [pages, state_slots(checkpoints)]
 

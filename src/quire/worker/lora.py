@@ -19,7 +19,8 @@ from quire.memory import human
 log = get_logger(__name__)
 
 _MOST_SPARES, _SPARE_BYTES, _QUIET_S = 4, 1 << 30, 1.0
-"""Limits of pinned memory for future adapters (buffers, bytes), and seconds without a read before pinning."""
+"""Limits of the pinned memory that is kept for adapters to be read later (number of buffers, bytes), and the
+seconds without a read after which it is pinned."""
 
 
 class _CachedAdapter(NamedTuple):
@@ -28,7 +29,8 @@ class _CachedAdapter(NamedTuple):
 
 
 class _Spares(threading.Thread):
-    """A thread that pins memory for future adapters, once no adapter has been read for `_QUIET_S`."""
+    """A thread that pins host memory for adapters to be read later. It waits until no adapter has been read
+    for `_QUIET_S` seconds."""
 
     def __init__(self, slots: AdapterSlots, max_cached: int) -> None:
         super().__init__(name="quire-pinning", daemon=True)
@@ -62,7 +64,7 @@ class _Spares(threading.Thread):
 
 
 class LoRAManager:
-    """Caches the most recently used adapters in host memory and copies adapters into slots of the device.
+    """Keeps the most recently used adapters in host memory, and copies adapters into the slots of the device.
     Other threads may read adapters while steps run."""
 
     def __init__(self, slots: AdapterSlots, *, max_cached: int, layers: range | None = None) -> None:
@@ -79,8 +81,8 @@ class LoRAManager:
         return len(self._cached)
 
     def fetch(self, lora: LoRARequest) -> AdapterFacts:
-        """Read an adapter into host memory, unless it is there, and return its facts. No slot of the device
-        changes."""
+        """Read an adapter into host memory, unless it is there already, and return its facts. The slots of
+        the device do not change."""
         if not lora.load_inplace and (adapter := self._find(lora)) is not None:
             return adapter.facts
         return self._read(lora).facts

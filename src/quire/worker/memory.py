@@ -22,7 +22,7 @@ from quire.memory import CacheRoom, CacheSize, human
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Memory of a worker without the cache, in bytes."""
+    """Memory in bytes that a worker needs besides the KV cache, by its use."""
 
     weights: int
     """Weights on the device, without those of offloaded layers."""
@@ -42,8 +42,8 @@ class Needs:
     """Memory of the device's libraries, and of other processes on it."""
 
     def with_peak(self, activations: int) -> "Needs":
-        """Return the needs if another computation with the peak `activations` follows the step: the larger of
-        the two peaks counts."""
+        """Return the needs for a second computation with the peak `activations` that follows the step: as
+        they do not run at the same time, the larger of the two peaks counts."""
         return replace(self, activations=max(self.activations, activations))
 
     @property
@@ -51,7 +51,8 @@ class Needs:
         return sum(getattr(self, term.name) for term in fields(self))
 
     def with_buffers(self, num_bytes: int) -> "Needs":
-        """Return the needs with the buffers of offloaded layers, which were counted as weights."""
+        """Return the needs with `num_bytes` bytes for the buffers of offloaded layers, which were counted as
+        weights."""
         return replace(self, weights=self.weights - num_bytes, buffers=num_bytes)
 
     def with_slots(self, num_bytes: int, device: str) -> "Needs":

@@ -16,8 +16,8 @@ _FOLDER = re.compile(r".+_([0-9a-f]{12})(_r\d+(?:_states)?)")
 
 
 def block_files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a model's subfolders, which are named by the first byte of a key. Symbolic links
-    are not followed."""
+    """Yield the directory entries of all block files of a model: they lie in subfolders that are named by the
+    first byte of a key. Symbolic links are not followed."""
     with contextlib.suppress(OSError), os.scandir(folder) as parts:
         for part in parts:
             if _PART.fullmatch(part.name) and part.is_dir(follow_symlinks=False):
@@ -27,7 +27,7 @@ def block_files(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 @dataclass(slots=True)
 class _Folder:
-    """The folder of another model."""
+    """The folder of another model, with its files."""
 
     path: Path
     last_use: float
@@ -36,12 +36,13 @@ class _Folder:
 
 
 class OtherModels:
-    """Files of other models beside the folder of an engine. The oldest are deleted as its own files grow."""
+    """Files of other models beside the folder of an engine. The least recently used ones are deleted as the
+    engine's own files grow."""
 
     def __init__(self, folder: Path, model: str, takes: Callable[[str], bool], ending: str) -> None:
-        """Find the files beside `folder`, in folders whose names end with the digest of another model
-        than `model` and a suffix that `takes` accepts, unless an engine uses them. `ending` is the ending of
-        the files."""
+        """Find the files of other models in the folders beside `folder`. These are folders whose names have
+        another digest than `model` and a suffix that `takes` accepts, and that no engine uses. `ending` is
+        the ending of the files."""
         self.num_bytes = 0
         folders: list[_Folder] = []
         with contextlib.suppress(OSError), os.scandir(folder.parent) as entries:
@@ -67,8 +68,8 @@ class OtherModels:
         )
 
     def shrink(self, most_bytes: int) -> None:
-        """Delete files until at most `most_bytes` are left, first those of the model that was used least
-        recently. A folder that another engine uses stays, and counts no more."""
+        """Delete files until at most `most_bytes` bytes of them are left, first those of the model that was
+        used least recently. A folder that an engine has begun to use is left alone and no longer counted."""
         while self.num_bytes > most_bytes and self._folders:
             folder = self._folders[0]
             with _locked(folder.path) as is_free:
@@ -84,7 +85,8 @@ class OtherModels:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock the folder of a model; the value is False if an engine uses it, or if no engine has made it."""
+    """Lock the folder of a model within the context. The value is False if an engine uses the folder, or
+    if it was not made by an engine."""
     try:
         lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

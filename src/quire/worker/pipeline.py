@@ -15,7 +15,8 @@ each."""
 
 
 class StageLink:
-    """Sends tensors to the next stage and receives them from the previous one; sizes follow from the plan."""
+    """Sends tensors to the next pipeline stage and receives them from the previous one. The receiver knows
+    their sizes from the plan of the step."""
 
     def __init__(self, group: Group, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.group = group
@@ -23,14 +24,14 @@ class StageLink:
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
         self._hidden, self._dtype, self._device = hidden, dtype, device
         self._in_flight: deque[tuple[Tensor, Sending]] = deque()
-        """Messages that may not have arrived: at most as many as there are stages."""
+        """Messages that may still be on their way: at most as many as there are stages."""
 
     def receive_buffer(self, num_tokens: int) -> Tensor:
         """Return a receive buffer [2, tokens, hidden] of zeros."""
         return torch.zeros(2, num_tokens, self._hidden, dtype=self._dtype, device=self._device)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Return the most bytes of received and sent messages, if each step has `num_tokens` tokens."""
+        """Return the maximum bytes of received and sent messages, if each step has `num_tokens` tokens."""
         return 2 * (self.group.size + 1) * num_tokens * self._hidden * self._dtype.itemsize
 
     def receive(self, into: Tensor) -> None:
@@ -46,8 +47,8 @@ class StageLink:
             raise EngineError("the step failed in a previous pipeline stage")
 
     def send(self, passed: IntermediateTensors) -> None:
-        """Send a copy of this stage's output. Wait only for the message that was sent `num_stages` steps
-        ago."""
+        """Send a copy of this stage's output to the next stage. Wait only for the message that was sent
+        `num_stages` steps ago."""
         self._send(torch.stack(passed))
 
     def _send(self, message: Tensor) -> None:
@@ -59,8 +60,9 @@ class StageLink:
         self._in_flight.append((message, self.group.isend(message, self.group.rank + 1)))
 
     def fail(self, num_tokens: int) -> None:
-        """Send an error mark in place of the output of a failed step. A stage on a CPU recognizes the mark.
-        On a GPU that would need a wait, so the worker of the failed stage ends."""
+        """Send an error mark in place of the output of a failed step. A next stage on a CPU recognizes the
+        mark. On a GPU it would have to wait for the data to check it, so there the worker of the failed stage
+        ends instead."""
         mark = self.receive_buffer(num_tokens)
         mark[0], mark[1] = torch.inf, torch.nan
         self._send(mark)

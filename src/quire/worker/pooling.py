@@ -53,7 +53,8 @@ def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], Poolin
 
 
 class PoolingRunner:
-    """Runs a plan: updates rows, runs the layers and pools hidden states, by row over several chunks."""
+    """Runs the plans of a pooling model: updates the rows, runs the layers and pools the hidden states. The
+    prompt of a row may be computed in several chunks, which are pooled together."""
 
     def __init__(
         self,
@@ -102,7 +103,8 @@ class PoolingRunner:
                 self.states[new.row] = []
 
     def _needs_states(self, params: PoolingParams) -> bool:
-        """Whether the output is computed from the hidden states of all tokens."""
+        """Whether the output for these parameters is computed from the hidden states of all tokens, and not
+        from one state or a sum."""
         head = self.pooling.head_of(params.task)
         return params.is_by_token or (head is not None and bool(head.reduce))
 
@@ -196,8 +198,8 @@ class PoolingRunner:
         return vectors
 
     def _finish_rows(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
-        """Return the output of each row from its pooled vector, by `post_process`; rows with the same
-        parameters, usually all, are processed together."""
+        """Return the output of each row from its pooled vector by `post_process`. Rows with the same
+        parameters, usually all rows, are processed together."""
         outputs: dict[int, Pooled] = {}
         groups: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):

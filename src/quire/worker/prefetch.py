@@ -13,7 +13,7 @@ class LayerCopies(Protocol):
     """Copies of offloaded layers beside the computation. Layers are numbered in the order of the model."""
 
     def fork(self) -> None:
-        """Let all later copies wait for the computation so far."""
+        """Let all copies that start later wait for the computation that was launched so far."""
 
     def copy(self, number: int) -> None:
         """Start to copy the weights of a layer to its device buffer."""
@@ -26,12 +26,11 @@ class LayerCopies(Protocol):
 
 
 class LayerPrefetch:
-    """Copies the offloaded layers of a model in every forward pass, through hooks of its modules.
-
-    Layer i uses buffer i % 2. Its copy begins when the computation of layer i - 2 is submitted, and waits for
-    that computation on the device. A CUDA graph of the forward pass contains the copies: they fork from the
-    captured stream at the first layer, and the stream waits for each copy before the layer that it belongs
-    to."""
+    """Copies the offloaded layers of a model to the device in every forward pass, through hooks of its
+    modules. Layer i uses device buffer i % 2. Its copy begins when the computation of layer i - 2 is
+    submitted, and waits on the device for the end of that computation. A CUDA graph of the forward pass
+    contains the copies: they fork from the captured stream at the first layer, and the stream waits for each
+    copy before the layer that it belongs to."""
 
     def __init__(self, model: nn.Module, layers: list[OffloadedLayer], copies: LayerCopies) -> None:
         self._copies, self._num_layers = copies, len(layers)

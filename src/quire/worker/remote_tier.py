@@ -29,7 +29,7 @@ from quire.worker.cuda.ipc import CudaIpc, IpcBuffer
 log = get_logger(__name__)
 
 AT_ONCE_BYTES = 32 << 20
-"""Most bytes of one read, unless an entry is larger."""
+"""Maximum bytes of the entries that one message requests, unless a single entry is larger."""
 _MAX_BYTES = 1 << 30
 """Size limit of an answer; ZMQ closes connections that send a larger one."""
 _UNREACHABLE_S = 5.0
@@ -68,12 +68,14 @@ class RemoteEngines:
         self.clock = clock
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._unreachable: dict[tuple[str, int], tuple[float, str]] = {}
-        """Engines that could not be reached, by host and port: time of the next attempt, and problem."""
+        """Engines that could not be reached, by host and port, with the time of the next attempt and the
+        problem."""
         self.device_reach: dict[tuple[str, int], bool] = {}
         """Whether engines can write to the memory of this GPU, by host and port, as far as it is known."""
 
     def open(self, prefix: RemotePrefix) -> "RemoteRead":
-        """Return a reader of a prefix; it reads nothing if its engine could not be reached a moment ago."""
+        """Return a reader of a prefix. If its engine could not be reached within the last `_UNREACHABLE_S`
+        seconds, the reader reads nothing."""
         until, problem = self._unreachable.get((prefix.host, prefix.port), (0.0, ""))
         return RemoteRead(self, prefix, problem if self.clock() < until else "")
 
@@ -99,11 +101,12 @@ class RemoteEngines:
 
 
 class RemoteRead:
-    """Reads the entries of one prefix from another engine, which releases the prefix at the end."""
+    """Reads the entries of one prefix from the engine that keeps it; at the end, that engine releases the
+    prefix."""
 
     def __init__(self, engines: RemoteEngines, prefix: RemotePrefix, problem: str) -> None:
         self.problem = problem
-        """Reason why nothing is read any more; empty: no problem."""
+        """Reason why no more entries are read; empty if there is none."""
         self._is_lost = bool(problem)
         """Whether the engine cannot be reached."""
         self._engines, self._prefix = engines, prefix
@@ -246,7 +249,7 @@ class RemoteRead:
 
     @cached_property
     def _connection(self) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Poller]":
-        """Return the socket, which is connected, the one that reports its failures, and a poller of both."""
+        """Return the connected socket, the socket that reports its failures, and a poller of both."""
         address, is_v6 = zmq_address(self._prefix.host, self._prefix.port)
         sock: zmq.Socket[bytes] = self._engines.context.socket(zmq.DEALER)
         self._stack.callback(sock.close, _LINGER_MS)
@@ -276,8 +279,8 @@ def _differences(here: dict[str, str], there: dict[str, str]) -> str:
 
 
 def open_remote_engines(config: EngineConfig, rank: int, ipc: CudaIpc | None) -> RemoteEngines | None:
-    """Return the engines that a rank loads prefixes from, by CUDA IPC if it is given and possible; None if
-    the engine loads no prefixes."""
+    """Return the connections through which a rank loads prefixes from other engines, by CUDA IPC if it is
+    given and possible; None if the engine loads no prefixes."""
     settings = TransferSettings.of(config.cache.kv_transfer_config)
     if settings is None or not settings.consumes:
         return None

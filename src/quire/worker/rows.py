@@ -14,11 +14,12 @@ from quire.worker.multimodal.mrope_rows import MRopePositions
 
 Int64s = NDArray[np.int64]
 ONE_EACH: Ints = np.empty(0, np.int32)
-"""Empty token counts: each row got one token."""
+"""Empty array in place of the token counts of rows: each row got one token."""
 
 
 class Rows:
-    """The state of running requests, in arrays indexed by row. Parts that were never used take no memory."""
+    """The state of running requests, in arrays indexed by row. Pages of the arrays that were never written
+    take no memory."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Rows:
         """Block ids [layer groups, max_rows + 1, blocks]; the last row is padding."""
         self.tables = list(self.block_tables)
         self.num_blocks: Ints = np.zeros(max_rows, np.int32)
-        """Number of blocks of each row, the same in every group."""
+        """Number of blocks of each row, which is the same in every layer group."""
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
         self.num_known: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens with a value on the host; the last sampled one may be on the device only."""
@@ -51,13 +52,13 @@ class Rows:
         self.adapter: Ints = np.full(max_rows, -1, np.int32)
         """Slot of the request's LoRA adapter; -1 if it has none."""
         self.slots: AdapterSlots | None = None
-        """LoRA adapter slots, whose adapters may add tokens; None without LoRA."""
+        """LoRA adapter slots, from which the extra tokens of adapters are known; None without LoRA."""
         self.history = (self.tokens, self.num_tokens, self.prompt_len)
         """Arrays that the sampler reads for penalties."""
         self.block_changes: list[tuple[Int64s, Ints]] = []
         """Changes of `block_tables` by the last plan: positions in the flat tables, and block ids."""
         self.drafts: Ints = np.zeros((max_rows, max_drafts), np.int32)
-        """Draft tokens that were proposed on the host, by row."""
+        """Draft tokens that the scheduler proposed on the host, by row."""
         self.embeds: dict[int, PromptEmbeds] = {}
         """Prompt embeddings that are not computed yet, by row."""
         self.mrope = MRopePositions(max_rows, max_len) if uses_mrope else None
@@ -70,7 +71,8 @@ class Rows:
         """Number of plans that admitted a request."""
 
     def apply(self, plan: StepPlan) -> None:
-        """Update the rows to the state in which the plan starts."""
+        """Apply the changes of a plan to the rows (admitted requests, new blocks), which then have the state
+        in which the step starts."""
         self.block_changes = []
         for row in plan.released:
             self.sampling.release(row)
@@ -139,8 +141,8 @@ class Rows:
         self.num_known[rows] = self.num_tokens[rows]
 
     def write_drafts(self, plan: StepPlan) -> None:
-        """Write the draft tokens of a plan after the last tokens of their rows. `append_sampled` later sets
-        how many of them were accepted."""
+        """Write the draft tokens of a plan after the last tokens of their rows. After the step,
+        `append_sampled` writes the accepted and the sampled tokens in their place."""
         rows = plan.rows.astype(np.intp)
         places = spread(self.num_tokens[rows], plan.num_drafts)
         self.tokens[np.repeat(rows, plan.num_drafts), places] = self.drafts_of(plan)
@@ -157,7 +159,8 @@ class Rows:
         return 0 if self.mrope is None else self.mrope.num_axes(plan, self.num_computed)
 
     def num_slots(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Return how many tokens each row has room for in its blocks, up to the maximum length."""
+        """Return the number of tokens for which each row has room in its blocks, limited to the maximum
+        length."""
         num_tokens: NDArray[Any] = np.minimum(self.num_blocks[rows] * self.block_size, self.tokens.shape[1])
         return num_tokens
 
@@ -181,7 +184,7 @@ class Rows:
 
     def advance(self, plan: StepPlan) -> None:
         """Advance the rows after the plan is launched: its tokens count as computed, and each sampling row
-        has one more token. Drafts do not count yet."""
+        has one more token. Draft tokens are counted later, when it is known how many were accepted."""
         rows = plan.rows.astype(np.intp)
         self.num_computed[rows] += plan.num_tokens
         if len(plan.num_drafts):
@@ -191,8 +194,8 @@ class Rows:
     def append_sampled(
         self, step: int, rows: NDArray[np.intp], token_ids: Ints, counts: Ints = ONE_EACH
     ) -> None:
-        """Append the tokens that `step` sampled for `rows`, one each or `counts`, to the known tokens. Rows
-        that have a new request by now are skipped."""
+        """Append the tokens that the step number `step` sampled for `rows` to the known tokens: `counts` of
+        each row, or one if it is empty. Rows that meanwhile belong to another request are skipped."""
         is_current = self.admitted_in[rows] <= step
         if not is_current.all():
             token_ids = token_ids[np.repeat(is_current, counts) if len(counts) else is_current]

@@ -11,7 +11,8 @@ from quire.kernels.host_to_device import copy_to_device
 from quire.layers.ssm import SSMMixer
 
 _AT_ONCE = 16
-"""Most states of a layer that are copied at once; the copy takes as much temporary memory."""
+"""Maximum number of states of a layer that are copied at once; the copy needs temporary memory of their
+size."""
 
 
 class StateCheckpoints:
@@ -23,18 +24,18 @@ class StateCheckpoints:
         self.tensors = [tensor for layer in layers for tensor in layer.bound if tensor.numel()]
         self.states_per_row = states_per_row
         self.last = (num_rows + 1) * states_per_row - 1
-        """Index of the last state of padding; the checkpoint in slot s is at index `last` + s."""
+        """Index of the last padding state; the checkpoint in slot s has the index `last` + s."""
 
     def restore(self, plan: StepPlan) -> None:
-        """Copy SSM states from checkpoints to the rows that a plan admits with one, before the plan
-        computes."""
+        """Copy SSM states from checkpoints to the rows of newly admitted requests that continue from one,
+        before the plan is computed."""
         restored = [(new.state, new.row, new.num_computed) for new in plan.admitted if new.state]
         if restored:
             slots, rows, num_tokens = np.array(restored, np.int32).T
             self._copy(self.last + slots, self._states_after(rows, num_tokens))
 
     def save(self, plan: StepPlan) -> None:
-        """Copy SSM states of rows to the checkpoints that a plan takes, after the plan has computed."""
+        """Copy SSM states of rows to the checkpoints that the plan requests, after the plan is computed."""
         if plan.saves.size:
             rows, slots, num_tokens = plan.saves
             self._copy(self._states_after(rows, num_tokens), self.last + slots)

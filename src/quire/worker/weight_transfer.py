@@ -27,7 +27,7 @@ from quire.parallel.broadcast import (
 _SHM = Path("/dev/shm")
 _SHM_NAME = re.compile(r"[\w.-]{1,200}")
 _META = ("names", "dtype_names", "shapes")
-"""Keys of an `update_info` whose lists describe its tensors."""
+"""Keys of an `update_info` whose values are lists with one element per tensor."""
 
 
 class WeightTransport(Protocol):
@@ -43,7 +43,8 @@ class WeightTransport(Protocol):
         """Yield the tensors in order. Each is valid until the next one."""
 
     def drain(self, tensors: Iterator[Tensor]) -> None:
-        """Take the rest of the tensors that `receive` yields, if the trainer waits for it."""
+        """Receive the remaining tensors of a refused update, for transports where the trainer waits for
+        that."""
 
 
 def tensor_infos(info: Mapping[str, Any]) -> list[TensorInfo]:
@@ -100,7 +101,7 @@ def split(buffer: Tensor, tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
 
 
 class _Transport:
-    """Base of transports that have no settings of their own."""
+    """Base of transports without settings of their own."""
 
     def __init__(self, device: torch.device, index: int) -> None:
         """Build the transport of the worker with this index among the workers of all engines."""
@@ -195,7 +196,7 @@ class IpcTransport(_Transport):
             yield self._open(handle)
 
     def _open(self, handle: Mapping[str, Any]) -> Tensor:
-        """Return the tensor behind the handle for this worker's GPU."""
+        """Open the handle of this worker's GPU, and return the tensor that it refers to."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()

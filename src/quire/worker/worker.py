@@ -76,7 +76,7 @@ class Worker:
         self._size: CacheSize | None = None
         """Size of the cache, as it was allocated."""
         self._checkpoints: StateCheckpoints | None = None
-        """Copies of SSM states to and from checkpoints; None without checkpoints."""
+        """Object that copies SSM states to and from checkpoints; None without checkpoints."""
         self._tiers: WorkerTiers | None = None
         """Lower tiers of the KV cache; None if there are none."""
         self._offloaded: OffloadedWeights | None = None
@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def model(self) -> Any:
-        """Return the target model; None while it is not loaded."""
+        """Return the target model (not the draft model); None while it is not loaded."""
         return self.loaded.model
 
     # ---- the phases of a start, in order
@@ -122,7 +122,8 @@ class Worker:
         )
 
     def measure(self) -> CacheSize:
-        """Return the size of the cache that fits beside the model; layers have a minimal cache meanwhile."""
+        """Measure the memory that steps need, and return the size of the cache that fits beside the model.
+        During the measurement the layers have a minimal cache."""
         config, facts = self.config, self.config.checkpoint.facts
         all_rows = self._rows = Rows(
             max_rows=config.scheduler.max_num_seqs,
@@ -174,7 +175,7 @@ class Worker:
         )
 
     def allocate(self, size: CacheSize) -> None:
-        """Allocate the cache: as large as measured, or smaller if another worker has less memory."""
+        """Allocate a cache of this size: that of `measure`, or smaller if another worker has less memory."""
         self._size = size
         if self._needs is None:
             return
@@ -195,7 +196,7 @@ class Worker:
         self._rebind_tiers()
 
     def _rebind_tiers(self) -> None:
-        """Let the lower tiers copy from and to the newly allocated cache."""
+        """Connect the lower tiers of the KV cache to the newly allocated cache."""
         if self._tiers is not None:
             has_states = self._size is not None and self._size.num_checkpoints
             states = self.loaded.checkpoints() if has_states else None
@@ -311,8 +312,8 @@ class Worker:
         return self._tiers.load(load)
 
     def read_blocks(self, read: BlockRead) -> memoryview | None:
-        """Return the contents of KV cache entries for another engine, or nothing if they were written to its
-        memory; None if the entries are those of another rank. May run in any thread."""
+        """Return the contents of KV cache entries that another engine reads, or nothing if they were written
+        to its shared memory. Return None if the entries are those of another rank. May run in any thread."""
         assert self._tiers is not None, "open_tiers() comes first"
         return self._tiers.read(read) if read.rank == self._rank_in_engine else None
 

@@ -106,7 +106,7 @@ def test_activations(case: Rows, threads: int, activation: str) -> None:
 
 @given(case=some_rows(), threads=THREADS)
 @settings(max_examples=40)
-def test_changes_in_place(case: Rows, threads: int) -> None:
+def test_elementwise_operations_are_in_place(case: Rows, threads: int) -> None:
     """Check that memory between rows is unchanged, and that each row uses its own gate."""
     y = case.residual
     changes: list[Callable[[ops.Ops, Tensor], Tensor]] = [

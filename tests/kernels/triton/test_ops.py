@@ -67,7 +67,7 @@ def test_norm_rounds_before_the_weight() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_changes_in_place(dtype: torch.dtype) -> None:
+def test_elementwise_operations_are_in_place(dtype: torch.dtype) -> None:
     """Check that each row uses its own gate or factor."""
     y = random(3, 700, dtype=dtype)
     for change in (

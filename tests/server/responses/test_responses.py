@@ -25,8 +25,9 @@ from quire.entrypoints.launch import launch
 from quire.errors import ConfigError
 from quire.frontend.output_stream import Outputs
 from quire.server.app import Application
+from quire.server.openai.api_call import ApiCall
 from quire.server.openai.run_call import stream_call
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import GenerationService
 from quire.server.responses import routes
 from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.items import ItemMessages

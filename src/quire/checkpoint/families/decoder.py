@@ -98,7 +98,8 @@ def max_rope_len(layers: tuple[LayerFacts, ...]) -> int:
 def attention_layers(
     windows: Windows, rotates: Sequence[bool], rope: RopeFacts | None
 ) -> tuple[LayerFacts, ...]:
-    """Return attention layers with these windows, of which those that rotate have `rope`."""
+    """Return attention layers with these sliding windows; those for which `rotates` is true have the rotary
+    embedding `rope`."""
     pairs = zip(windows, rotates, strict=True)
     return tuple(LayerFacts(rope if rotated else None, window) for window, rotated in pairs)
 

@@ -142,6 +142,7 @@ def beam(keys: ConfigReader) -> ArchFacts:
 
 
 def _depth_scales(number: int) -> tuple[float, float]:
-    """Return the factors on the residual and on the added output in the residual sum of this number. Layer i
-    has the sums 2i + 2 (after attention) and 2i + 3 (after the feed-forward part)."""
+    """Return the two factors of a residual sum of Beam, which depend on its number: on the residual, and on
+    the output that is added to it. Layer i has the sums 2i + 2 (after attention) and 2i + 3 (after the
+    feed-forward part)."""
     return ((number - 1) / number) ** 0.5, number**-0.5

@@ -57,7 +57,7 @@ def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def _local_rope(rope: RopeFacts, arch: ConfigReader) -> RopeFacts:
-    """Return the rope of window layers, which is not scaled."""
+    """Return the rotary embedding of window layers, which has no scaling."""
     theta = arch.number("rope.freq_base_swa", 10000.0)
     return replace(rope, kind="default", factor=1.0, factors=(), theta=theta)
 

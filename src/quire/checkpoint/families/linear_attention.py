@@ -137,8 +137,8 @@ def ling3(keys: ConfigReader) -> ArchFacts:
 
 
 def _mixed(facts: ArchFacts, kinds: list[str], state: StateFacts) -> ArchFacts:
-    """Return the facts with the delta rule as mixer of all layers with the type linear_attention in
-    `kinds`."""
+    """Return the facts with the delta rule as the mixer of those layers that have the type linear_attention
+    in `kinds`."""
     layers = (
         layer if kind == FULL else replace(layer, rope=None, mixer="delta")
         for layer, kind in zip(facts.layers, kinds, strict=True)

@@ -11,8 +11,8 @@ from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_d
 from quire.checkpoint.reader import ConfigReader
 
 NORMED_VOCAB = 125696
-"""Vocabulary size of Baichuan 2, by which it is recognized: no key shows that its output head has normalized
-rows."""
+"""Vocabulary size of Baichuan 2. It is how Baichuan 2 is recognized, since no key of config.json shows that
+its output head has normalized rows."""
 
 
 def internlm(keys: ConfigReader) -> ArchFacts:

@@ -30,7 +30,7 @@ class SamFacts:
 
     @property
     def side(self) -> int:
-        """Return the number of patches per side of such an image."""
+        """Return the number of patches per side of an image of the size for which positions are stored."""
         return self.image // self.patch
 
     def sizes(self, layer: int) -> int:

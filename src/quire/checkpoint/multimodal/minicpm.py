@@ -77,7 +77,8 @@ def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def _version(keys: ConfigReader) -> float:
-    """Return the version; early files of 2.5 (96 queries) and of 2.0 (not supported) have no key for it."""
+    """Return the version of a MiniCPM-V checkpoint from its config.json. Early files of 2.5 and 2.0 have no
+    key for it: those of 2.5 are recognized by their 96 queries, and 2.0 is not supported."""
     version = keys.get("version")
     if version is None and keys.get("query_num") == 96:
         return 2.5

@@ -267,7 +267,8 @@ def decoder_part(
 
 
 def _with_rope(keys: ConfigReader, facts: dict[str, Any], *, over: bool = False) -> ConfigReader:
-    """Return the keys with the rope settings `facts`, which override those of config.json only if `over`."""
+    """Return the keys of the decoder with the rope settings `facts` added. They override settings of
+    config.json only if `over`."""
     name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
     block = keys.get(name) or {}
     if not isinstance(block, dict):

@@ -30,7 +30,7 @@ _KNOWN = (
     "16), mxfp4-pack-quantized and mxfp8-quantized (groups of 32)"
 )
 _IN_ORDER = (None, False, "weight", "static")
-"""Values of actorder for which the inputs of a group are consecutive."""
+"""Values of actorder with which each group consists of consecutive inputs."""
 
 
 def read_compressed(keys: ConfigReader) -> QuantFacts:

@@ -11,7 +11,7 @@ _warp = Kernel("quire_warp", "costs total came begins", "tokens states")
 
 def align(costs: NDArray[np.float64]) -> list[int]:
     """Return for each token the index of the encoder state at which it begins, by the cheapest monotonic path
-    through the costs [tokens, states]."""
+    through `costs` [tokens, states]. It gives the time of each transcribed word."""
     num_tokens, num_states = costs.shape
     total = torch.empty(num_states + 1, dtype=torch.float32)
     came = torch.empty(num_tokens + 1, num_states + 1, dtype=torch.int8)

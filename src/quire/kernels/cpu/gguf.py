@@ -85,8 +85,8 @@ _rows = Kernel("quire_rows", "out ids matrix", "num_ids out_bf16")
 
 @functools.cache
 def group_rows() -> int:
-    """Return the number of weight rows that the interleaved layout stores together; 0 if this CPU lacks the
-    layout."""
+    """Return the number of weight rows that the layout of the integer GEMM stores interleaved; 0 if this CPU
+    has no integer GEMM."""
     library = native.library()
     return 0 if library is None else int(library.quire_group())
 

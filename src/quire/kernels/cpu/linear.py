@@ -65,7 +65,7 @@ class Matrix:
 
     @property
     def held(self) -> list[Tensor]:
-        """Return the tensors to whose memory the result of `in_c` points; they must exist as long as this
+        """Return the tensors whose addresses the result of `in_c` contains; they must exist as long as this
         result is in use."""
         return [self.data] if self.scales is None else [self.data, self.scales]
 

@@ -242,7 +242,8 @@ def _add_lora(
 
 @cache
 def _ends(sizes: tuple[int, ...]) -> Tensor:
-    """Return the end offset of each part of a layer's outputs, int64, for parts of these sizes."""
+    """Return the end offset of each part of a layer's outputs (such as queries, keys and values), int64, for
+    parts of these sizes."""
     return torch.from_numpy(np.cumsum(sizes, dtype=np.int64))
 
 

@@ -139,7 +139,8 @@ def _in_float32(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _widened(value: Any) -> Any:
-    """Convert a float16 tensor, or those in a named tuple of inputs, to float32; other values unchanged."""
+    """Convert a float16 tensor, or the float16 tensors in a named tuple of inputs, to float32; return other
+    values unchanged."""
     if isinstance(value, DeltaInputs | MambaInputs | ScanInputs):
         return type(value)(*map(_widened, value))
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
@@ -155,8 +156,8 @@ class HalfStateOps(StateReference):
 
 
 def _seq_tensors(seqs: SSMSequences) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors of the sequences in the order of `_SEQS`: first tokens, rows of the states,
-    positions."""
+    """Return the tensors that describe the sequences to a kernel, in the order of `_SEQS`: first tokens, rows
+    of the states, positions."""
     return seqs.starts, seqs.rows, seqs.positions
 
 

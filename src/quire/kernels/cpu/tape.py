@@ -72,8 +72,8 @@ class Pool:
         return self._block_of(tensor) is not None
 
     def lent(self, tensor: Tensor) -> Tensor:
-        """Return an alias of a tensor of the pool that does not reserve its memory: later recordings may
-        reuse it. Return other tensors unchanged."""
+        """Return an alias of a tensor of the pool that does not keep its memory from being used by later
+        recordings. Return other tensors unchanged."""
         block = self._block_of(tensor)
         if block is None:
             return tensor
@@ -152,7 +152,8 @@ class _RecordingMode(TorchDispatchMode):
 
 
 def _same_memory(args: tuple[Any, ...], result: Any) -> bool:
-    """Whether all results of an operation share memory with its arguments; `contiguous`, e.g., may copy."""
+    """Whether all results of an operation share memory with its arguments. Some operations copy only
+    sometimes, such as `contiguous`."""
     results = [result] if isinstance(result, Tensor) else result
     addresses = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
     return all(part.untyped_storage().data_ptr() in addresses for part in results)

@@ -68,7 +68,8 @@ def as_blocks(weight: Int8Codes) -> Tensor:
 
 def matrices_of(blocks: Tensor, num: int, rows: int, columns: int) -> list[Matrix]:
     """Return the `num` matrices [rows, columns] that `blocks`, a result of `as_blocks`, contains one after
-    the other. Interleaved rows of a group must belong to one matrix."""
+    the other. The number of rows must be a multiple of that of an interleaved group, so that no group has
+    rows of two matrices."""
     form, interleaved = TYPES[_KIND], interleaves()
     assert num == 1 or not interleaved or rows % group_rows() == 0
     row_bytes = columns // BLOCK * form.block_bytes

@@ -44,7 +44,8 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Division of the sequences of a batch into short and longer ones, which different kernels compute."""
+    """Division of the sequences of a batch into short and longer ones, for which there are different
+    kernels."""
 
     short: Tensor | None
     """[num_short] int32, the sequences with at most `states_per_row` tokens; None if all sequences are."""
@@ -78,9 +79,10 @@ class SSMSequences:
         """Number of states of each row. Sequences with at most this many tokens in the batch keep the state
         after each token, longer ones only the last state."""
         self.single = bool((lens == 1).all())
-        """Whether every sequence has one token."""
+        """Whether every sequence has one token in the batch."""
         self.short = bool((lens <= states_per_row).all())
-        """Whether the state after every token is kept. Kernel launches then do not depend on the lengths."""
+        """Whether every sequence is short, so that the state after every token is kept. Kernel launches then
+        do not depend on the lengths."""
 
     @functools.cached_property
     def split(self) -> Split:
@@ -314,7 +316,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 _Step = Callable[..., tuple[Tensor, Tensor]]
-"""Function of a state and the inputs of tokens that returns the next state and the outputs."""
+"""Function from a state and the inputs of tokens to the next state and the outputs."""
 
 
 def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: SSMSequences) -> Tensor:

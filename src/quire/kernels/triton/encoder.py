@@ -62,9 +62,9 @@ def _accumulate(
     WINDOW: tl.constexpr, DIM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Add the keys first..until to each row's `sums`, and return them: the sums of the left and right part of
-    values, the maximum score and the sum of weights. Unless MASKED, the keys are whole tiles and every row
-    attends to all of them."""
+    """Process the keys first..until for a tile of queries: update and return each row's `sums`, which are the
+    sums of the left and right part of values, the maximum score and the sum of weights. Unless MASKED, the
+    keys are whole tiles and every row attends to all of them."""
     left, right, most, total = sums
     for at in range(first, until, BLOCK_N):
         places = at + tl.arange(0, BLOCK_N)

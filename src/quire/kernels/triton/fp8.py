@@ -27,7 +27,7 @@ _GROUPS = 16
 
 
 Plan = RowsPlan | TilesPlan | None
-"""GEMM plan; None is the library's GEMM. With `TilesPlan` and None, x is quantized to e4m3."""
+"""Plan of a GEMM. None selects the library's GEMM. With `TilesPlan` and None, x is quantized to e4m3."""
 
 
 @triton.jit
@@ -178,7 +178,7 @@ _SHAPES_OF_BLOCKS = [
            TilesPlan(64, 64, 128, 2, 4, 5), TilesPlan(128, 128, 128, 1, 8, 4)),
 ]  # fmt: skip
 _REST = TilesPlan(128, 128, 128, 1, 8, 4)
-"""Plan for more rows of x than in `_SHAPES`, if the library does not support the shape of the weight."""
+"""Plan for more rows of x than `_SHAPES` covers, if the library does not support the shape of the weight."""
 
 
 def _plan(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> Plan:

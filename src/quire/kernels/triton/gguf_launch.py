@@ -40,7 +40,7 @@ class GGUFRowsPlan(NamedTuple):
 
 
 Plan = GGUFRowsPlan | WholeRows | TilesPlan | None
-"""GEMM plan; None unpacks the weight."""
+"""Plan of a GEMM. None: the weight is unpacked, and multiplied by the library."""
 
 
 def linear(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

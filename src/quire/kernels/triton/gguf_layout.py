@@ -222,7 +222,8 @@ def in_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def _retile(numbers: Tensor) -> Tensor:
-    """Interleave the rows of each tile: [rows, ...] -> [rows / TILE, all the rest, TILE]."""
+    """Interleave the rows of each tile of TILE rows, so that values of adjacent rows are adjacent in memory:
+    [rows, ...] -> [rows / TILE, all other axes, TILE]."""
     flat = numbers.flatten(1)
     if missing := -len(flat) % TILE:
         flat = torch.cat((flat, flat.new_zeros(missing, flat.shape[1])))

@@ -77,8 +77,8 @@ def interpolate(table: Tensor, places: Tensor, sizes: Tensor, *, align_corners: 
 
 
 class PatchMerger(nn.Module):
-    """Norm and MLP that merge squares of patches to vectors of the decoder's size. The norm is over
-    patches or over squares, depending on its size."""
+    """Norm and MLP that merge squares of patches to vectors of the decoder's size. The norm is over single
+    patches, or over merged squares if `norm` has their size."""
 
     def __init__(self, facts: Any, norm: Norm, scope: Scope, names: tuple[str, ...]) -> None:
         super().__init__()

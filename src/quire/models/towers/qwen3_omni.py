@@ -24,7 +24,7 @@ from quire.models.towers.whisper import WHISPER
 _EPS = 1e-5
 _STYLE = replace(WHISPER, key_bias=True)
 _AT_ONCE = 500
-"""Most chunks that run through the convolutions in one batch."""
+"""Maximum number of chunks that run through the convolutions in one batch."""
 
 
 class Qwen3OmniVisionTower(Qwen3VL):

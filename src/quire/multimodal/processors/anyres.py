@@ -156,8 +156,9 @@ def order_of(
 
 
 def _between(size: int, fewer: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Interpolate a line of `size` points at `fewer` points as torch does: for each, return the indices of
-    the points before and after it, and the weight of the latter."""
+    """Choose `fewer` evenly spaced points on a line of `size` points, at the positions at which torch
+    interpolates. For each, return the indices of the points before and after it, and the weight of the
+    latter."""
     at = np.maximum((np.arange(fewer) + 0.5) * (size / fewer) - 0.5, 0)
     before = np.floor(at).astype(np.int64)
     return before, np.minimum(before + 1, size - 1), at - before

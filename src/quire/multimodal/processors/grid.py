@@ -107,7 +107,8 @@ def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 def _even(chosen: list[int]) -> list[int]:
-    """Return frame indices without duplicates; the last index is repeated if their number is odd."""
+    """Return frame indices without duplicates. If their number is odd, the last one is repeated, since a
+    patch has two frames."""
     chosen = list(dict.fromkeys(chosen))
     return chosen if len(chosen) % 2 == 0 else [*chosen, chosen[-1]]
 

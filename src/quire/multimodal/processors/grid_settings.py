@@ -97,8 +97,8 @@ class GridSettings:
         return rows * unit, columns * unit
 
     def max_vectors(self) -> int:
-        """Return the number of embeddings of the largest item. Narrow items, which are at least `unit` pixels
-        wide, may have more pixels than `most`."""
+        """Return the number of embeddings of the largest possible image or video. It may exceed that of
+        `most` pixels, since the sides of narrow items are at least `unit` pixels long."""
         frames = self.frames if self.counts_frames else 1
         least, most = (-(-pixels // (frames * self.unit**2)) for pixels in (self.least, self.most))
         grown = least + math.isqrt(least * _MAX_UNEQUAL) + math.isqrt(least // _MAX_UNEQUAL) + 3

@@ -75,9 +75,7 @@ class Ovis2Processor(TiledProcessor):
 @lru_cache(maxsize=256)
 def covering(size: Size, side: int, most: int) -> Size:
     """Return the rows and columns of the fewest tiles that show enough pixels of an image of this height and
-    width.
-
-    The best numbers of rows and columns are returned in reverse order, since the model was trained so."""
+    width. The numbers of rows and columns are swapped, since the model was trained with this order."""
     shown = {grid: _shown(size, grid, side) / (size[0] * size[1]) for grid in grids(1, most)}
     enough = [grid for grid in shown if shown[grid] > _ENOUGH]
     if enough:

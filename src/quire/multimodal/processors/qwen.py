@@ -121,7 +121,11 @@ class GridProcessor:
         numbers, merge = np.asarray(embeds[key]).reshape(-1)[:4].tolist(), self.tower.merge
         units = zip(numbers, (1, merge, merge), strict=False)
         if len(numbers) != 3 or not all(number >= 1 and number % unit == 0 for number, unit in units):
-            raise RequestError(f"{key} is {numbers}, expected steps, and height and width in {merge}s", key)
+            raise RequestError(
+                f"{key} is {numbers}, expected [steps, height, width] in patches, with height and width that "
+                f"are multiples of {merge}",
+                key,
+            )
         grid = PatchSpans(*map(int, numbers))
         expected = (grid.num_vectors(merge), self.width)
         if vectors.shape != expected:

@@ -19,8 +19,9 @@ from quire.text.tokenizer import Tokenizer
 
 _TOKENS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 _NARROW, _LONG, _LONGER, _MORE = 32, 1.5, 4, 0.2
-"""Side in pixels below which a long image is padded to a square; aspect ratio from which on a small image has
-windows; ratio from which on windows are as high as the image; fraction of a window that is rounded up."""
+"""Limits for windows: the side in pixels below which a long image is padded to a square; the aspect ratio
+from which on a small image has windows; the ratio from which on windows are as high as the image; the
+fraction of a window from which on a part of an image counts as a whole window."""
 
 
 class WindowPlan(NamedTuple):

@@ -21,14 +21,14 @@ from quire.sched.running import RowIds
 Floats = NDArray[np.float64]
 
 BUDGET_SHARE = 0.01
-"""Part of the time of all steps that drafts may lose, and that trials may cost."""
+"""Fraction of the time of all steps that drafts may lose, and that trials may cost."""
 INITIAL_BALANCE = 2.0
 """Initial balance and trial budget, and limit of the trial budget, in plain steps (the time of a step without
 drafts)."""
 MAX_BALANCE = 64.0
 """Limit of the balance, in plain steps."""
 TRIAL_LEN = 2
-"""Most drafts of a row in a trial, that is, in a step with drafts that are not expected to pay."""
+"""Maximum number of drafts of a row in a trial, which is a step with drafts that are not expected to pay."""
 MIN_GAIN = 1.01
 """Drafts are used only if they are expected to multiply the tokens per second by at least this factor."""
 REFRESH = 64
@@ -45,7 +45,8 @@ _LEVELS, _CUTS = 12, 48
 """Number of levels that acceptance rates are rounded to, and number of tried thresholds: a draft is used if
 its likelihood of acceptance is above the threshold."""
 _FEW_ROWS = 64
-"""Up to this number of rows, looking up each row is faster than multiplying with a histogram of the rows."""
+"""Maximum number of rows for which looking up each row is faster than multiplying with a histogram of the
+rows."""
 _STEPS = [1, 1.015625, 1.0625, 1.125, 1.25, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 19, 23, 27]
 """Ratios of tokens to rows of a step for which costs are kept; on a CPU, costs rise in steps of four
 tokens."""
@@ -212,8 +213,8 @@ class _AcceptanceRates:
         self._accepted[:, rows] = self._verified[:, rows] = 0.0
 
     def levels(self, rows: RowIds) -> NDArray[np.intp]:
-        """Return [2, rows]: the acceptance level, below _LEVELS, of each row's first draft and of its later
-        drafts."""
+        """Return [2, rows]: the acceptance rate of each row's first draft and of its later drafts, rounded to
+        a level from 0 to _LEVELS - 1."""
         common = (self._all_accepted / self._all_verified)[:, rows % len(self._kinds)]
         accepted = self._accepted[:, rows] + _PRIOR_WEIGHT * common
         level = (accepted * _LEVELS / (self._verified[:, rows] + _PRIOR_WEIGHT)).astype(np.intp)
@@ -233,7 +234,8 @@ class _AcceptanceRates:
 
 
 class _Costs:
-    """Costs of steps with similar numbers of rows, by their ratio of tokens to rows."""
+    """Measured costs of steps, by their ratio of tokens to rows; there is an instance for each range of the
+    number of rows."""
 
     def __init__(self, like: "_Costs | None") -> None:
         self.plain = 0.0
@@ -292,7 +294,8 @@ class _Costs:
 
 
 def _smooth(old: float, new: float, num: int) -> float:
-    """Return a slow moving average that is robust against outliers; for the first values, their minimum."""
+    """Return the moving average `old` updated by the value `new`; it changes slowly and is robust against
+    outliers. For the first values, the result is their minimum."""
     if num <= NUM_FIRST:
         return min(old, new) if num > 1 else new
     return old + 0.1 * (min(max(new, 0.5 * old), 1.25 * old) - old)

@@ -19,12 +19,12 @@ from quire.data.step_plan import Ints
 from quire.sched.proposers.text import TokenText
 
 CONTEXT = 32
-"""The longest context compared, in tokens."""
+"""Maximum number of tokens before an occurrence that are compared."""
 MAX_PLACES = 16
-"""Number of latest places that are considered."""
+"""Number of latest occurrences that are considered."""
 SURE = 8
-"""Number of matching tokens from which a draft counts as sure. Longer matches hardly occur by chance: in
-prose 39 % of first drafts were right, after such a match in quotes and edited code 99 %
+"""Number of matching tokens from which on a draft counts as sure. Such long matches hardly occur by chance:
+in prose 39 % of first drafts were right, after such a match in quotes and edited code 99 %
 (benchmarks/spec_workloads.py)."""
 _NONE: Ints = np.empty(0, np.int32)
 
@@ -65,8 +65,8 @@ class NGram:
         return np.frombuffer(draft, np.int32)
 
     def _longest(self, tokens: "array[int]", places: list[int]) -> int | None:
-        """Return the place with the longest context that matches the end of the tokens; the first of
-        equals."""
+        """Return the place (position after an earlier occurrence) before which most tokens match the end of
+        `tokens`; among equals the first of `places`."""
         for length in self._lengths if len(places) > 1 else self._lengths[-1:]:
             end = tokens[-length:]
             for place in places:

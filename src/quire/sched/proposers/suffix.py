@@ -14,7 +14,7 @@ from quire.data.step_plan import Ints
 from quire.sched.proposers.text import TokenText
 
 MIN_MATCH = 3
-"""The shortest suffix that must have occurred before, in tokens."""
+"""Minimum length, in tokens, of a suffix that must have occurred before."""
 MAX_PLACES = 16
 """Number of latest occurrences that are counted in each text."""
 MAX_TOKENS = 1 << 19
@@ -25,7 +25,7 @@ NUM_SALTS = 8
 """Number of salts with their own store beside that of requests without one; the least recently used is
 dropped. Each holds this fraction of MAX_TOKENS."""
 _END = -1
-"""Separator of outputs."""
+"""Token id that separates outputs."""
 _NONE: Ints = np.empty(0, np.int32)
 
 

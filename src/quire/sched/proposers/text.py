@@ -8,15 +8,15 @@ import numpy as np
 from quire.data.step_plan import Ints
 
 MIN_RECENT = 4096
-"""Least number of tokens added before the index of n-grams is sorted again."""
+"""Minimum number of tokens that are added before the index of n-grams is sorted again."""
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _PLACES = (1 << 24) - 1
-"""Bits of a sorted entry that hold a place; the bits above hold a hash."""
+"""Number of low bits of an index entry that contain a place; the bits above contain a hash."""
 
 
 class TokenText:
-    """The tokens of a request, with the place (position after the end) of each n-gram: in a sorted array, and
-    recent ones in a dict."""
+    """The tokens of a request, with an index of its n-grams. The index has the place (position after the end)
+    of each n-gram: in a sorted array, and in a dict for recent n-grams."""
 
     __slots__ = ("_hash", "_leaving", "_n", "_older", "_recent", "_sorted", "_sorted_len", "tokens")
 

@@ -12,10 +12,11 @@ from quire.frontend.speech import RATE, Segment, Transcriber
 from quire.server.audio.bodies import SpeechForm
 from quire.server.http.errors import json_response
 from quire.server.http.sse import event
+from quire.server.openai.api_call import ApiCall
 from quire.server.openai.encoder import ChunkEncoder
 from quire.server.openai.logprobs import finite_logprob
 from quire.server.openai.requests import StreamOptions
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import GenerationService
 
 NAMES = {"transcribe": "transcription", "translate": "translation"}
 

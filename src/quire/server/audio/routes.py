@@ -20,6 +20,7 @@ from quire.server.audio.bodies import SpeechForm, SpeechReply, TranscriptionForm
 from quire.server.audio.encoder import NAMES, SpeechEncoder, SpeechRequest, respond
 from quire.server.http.errors import NotFound, TooLarge
 from quire.server.http.openapi_document import CODES, replies_of
+from quire.server.openai.api_call import new_call
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.run_call import answer_call, final_outputs
 from quire.server.openai.sampling_params import check_fields, output_limit
@@ -80,7 +81,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, output_limit(model, form.max_completion_tokens, longest), timed=is_timed)
-    call = api.new_call(_ID_PREFIXES[task], form, request, model, prompts, [params] * len(prompts))
+    call = new_call(api, _ID_PREFIXES[task], form, request, model, prompts, [params] * len(prompts))
     speech = SpeechRequest(
         task,
         form,
@@ -177,7 +178,7 @@ class _SpeechRuns:
     ) -> list[RequestOutput]:
         id_prefix = f"{_ID_PREFIXES[self.task]}-{name}"
         return await final_outputs(
-            self.api, self.api.new_call(id_prefix, self.form, self.request, self.model, prompts, params)
+            self.api, new_call(self.api, id_prefix, self.form, self.request, self.model, prompts, params)
         )
 
     async def detect_language(self, piece: PreparedItem) -> str:

@@ -199,8 +199,8 @@ class _BodyKind:
 
 
 class _OpenRequest:
-    """A request that counts as running for the limits of its API key, until its response and all callers of
-    `keep_open` have released it."""
+    """A request that counts as open for the limits of its API key. It ends when its response is complete and
+    all callers of `keep_open` have released it."""
 
     def __init__(self, on_released: Callable[[], None]) -> None:
         self._on_released = on_released

@@ -4,8 +4,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """ASGI middleware after which every path has the prefix once. uvicorn adds the prefix to each path,
-    also to those that have it already."""
+    """ASGI middleware for proxies of which some keep the path prefix and some remove it: afterwards every
+    path has the prefix exactly once. uvicorn adds the prefix to each path, also to paths that have it
+    already."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app

@@ -5,6 +5,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.openai.api_call import new_call
 from quire.server.openai.chat_encoder import ChatEncoder
 from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody
@@ -44,7 +45,7 @@ async def prepare_chat(
         body, tools, prompt, model.tokenizer, variables, unconstrained=not is_constrained
     )
     params = await off_loop(params_chars, lambda: chat_params(body, model, prompt, constraint, format))
-    call = api.new_call(id_prefix, body, request, model, [prompt], [params])
+    call = new_call(api, id_prefix, body, request, model, [prompt], [params])
     last = body.messages[-1]
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = last.text if body.echo and last.role == role else ""

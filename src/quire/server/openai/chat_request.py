@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from quire.server.openai.answer_pieces import AnswerFormat, OutputParser, ToolUse
+from quire.server.openai.api_call import ApiCall
 from quire.server.openai.requests import ChatBody
-from quire.server.openai.service import ApiCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from typing import Any
 from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from quire.frontend.inputs import Prompt
 from quire.server.http.sse import chunk_head, event, quote
+from quire.server.openai.api_call import ApiCall
 from quire.server.openai.encoder import ChunkEncoder, routed_experts
 from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
 from quire.server.openai.requests import CompletionBody
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import GenerationService
 from quire.text.tokenizer import Tokenizer
 
 _TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'

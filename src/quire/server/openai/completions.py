@@ -4,11 +4,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
+from quire.server.openai.api_call import ApiCall, new_call
 from quire.server.openai.completion_encoder import CompletionEncoder
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_generate, completion_params
-from quire.server.openai.service import ApiCall, GenerationService, releases_prefix
+from quire.server.openai.service import GenerationService, releases_prefix
+from quire.server.openai.tools import constraint_of
 from quire.server.openai.work_size import off_loop, params_size
 
 
@@ -26,5 +28,6 @@ async def begin_completion(api: GenerationService, body: CompletionBody, request
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
     prompts = await api.reader.read_completion(body, model, max_sequences=api.settings.max_sequences)
-    params = await off_loop(params_size(body) * len(prompts), lambda: completion_params(body, model, prompts))
-    return api.new_call("cmpl", body, request, model, prompts, params)
+    constraint, size = constraint_of(body), params_size(body) * len(prompts)
+    params = await off_loop(size, lambda: completion_params(body, model, prompts, constraint))
+    return new_call(api, "cmpl", body, request, model, prompts, params)

@@ -8,8 +8,9 @@ import numpy as np
 
 from quire.data.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from quire.server.http.sse import DONE, AnswerEncoder, event
+from quire.server.openai.api_call import ApiCall
 from quire.server.openai.requests import StreamOptions
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import GenerationService
 
 
 class ChunkEncoder(AnswerEncoder):

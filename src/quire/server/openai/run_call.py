@@ -14,9 +14,10 @@ from quire.frontend.checked_params import CheckedParams
 from quire.frontend.output_stream import Outputs
 from quire.server.http.errors import json_response
 from quire.server.http.sse import AnswerEncoder, EventStream
+from quire.server.openai.api_call import ApiCall
 from quire.server.openai.load_header import add_load_header
 from quire.server.openai.requested_model import RequestedModel
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import GenerationService
 from quire.server.openai.streams import (
     LoggedOutputs,
     MergedOutputs,

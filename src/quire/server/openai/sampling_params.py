@@ -22,7 +22,7 @@ from quire.server.openai.requests import (
     ConversationBody,
     GenerateBody,
 )
-from quire.server.openai.tools import GUIDED, constraint_of
+from quire.server.openai.tools import GUIDED
 
 logger = get_logger(__name__)
 
@@ -66,7 +66,7 @@ class UnknownFields:
 
 
 unknown_fields = UnknownFields()
-"""The unknown fields of all requests of this process."""
+"""The logger of unknown fields that all requests of this process share."""
 
 
 def check_fields(body: Body) -> None:
@@ -80,7 +80,6 @@ def check_fields(body: Body) -> None:
 def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_STRINGS) -> None:
     """Raise RequestError for fields that exclude each other or exceed the API's limits: `max_n` choices per
     prompt and `max_stops` stop strings."""
-    check_fields(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
     if body.stream and body.prompt_logprobs:
@@ -95,6 +94,7 @@ def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_
             logger, "`best_of` is no longer supported and has no effect: exactly n choices are generated"
         )
     check_stops(body.stop, max_stops)
+    check_fields(body)
 
 
 def check_stops(stop: object, limit: int = MAX_STOP_STRINGS) -> None:
@@ -105,7 +105,6 @@ def check_stops(stop: object, limit: int = MAX_STOP_STRINGS) -> None:
 
 def check_chat(body: ChatBody, settings: ApiSection, *, max_stops: int = MAX_STOP_STRINGS) -> None:
     """Raise for fields of a chat that exclude each other or exceed the limits of the API."""
-    check_generate(body, max_n=settings.max_n, max_stops=max_stops)
     if (body.model_extra or {}).get("prompt_embeds") is not None:
         raise RequestError("prompt_embeds is supported by /v1/completions only", param="prompt_embeds")
     if any((body.model_extra or {}).get(name) not in (None, "none") for name in _FUNCTION_FIELDS):
@@ -116,6 +115,7 @@ def check_chat(body: ChatBody, settings: ApiSection, *, max_stops: int = MAX_STO
         raise InvalidBody("`top_logprobs` must be a positive value or -1.", param="top_logprobs")
     check_contents(body)
     check_template(body.chat_template, settings.trust_request_chat_template)
+    check_generate(body, max_n=settings.max_n, max_stops=max_stops)
 
 
 def check_contents(body: ConversationBody) -> None:
@@ -185,13 +185,16 @@ def chat_params(
 
 
 def completion_params(
-    body: CompletionBody, model: RequestedModel, prompts: Sequence[Prompt]
+    body: CompletionBody,
+    model: RequestedModel,
+    prompts: Sequence[Prompt],
+    constraint: dict[str, Any] | None,
 ) -> list[SamplingParams | BeamSearchParams]:
-    """Return the parameters of each prompt of a completion. Prompts with equal `max_tokens` share them."""
+    """Return the parameters of each prompt of a completion. Prompts with equal `max_tokens` share them.
+    `constraint`: the structured output constraint."""
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     max_tokens = 1 if body.returns_prompt_only else max_tokens
     limits = [output_limit(model, max_tokens, len(prompt.token_ids)) for prompt in prompts]
-    constraint = constraint_of(body)
     echoes_logprobs = body.prompt_logprobs is None and body.echo
 
     def params(limit: int) -> SamplingParams | BeamSearchParams:

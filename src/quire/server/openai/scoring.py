@@ -15,11 +15,12 @@ from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import add_post
+from quire.server.openai.api_call import ApiCall, new_call
 from quire.server.openai.replies import UsageReply
 from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId, doc
 from quire.server.openai.run_call import final_outputs
 from quire.server.openai.sampling_params import check_fields
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import GenerationService
 from quire.server.openai.work_size import off_loop
 
 
@@ -81,7 +82,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     size = sum(map(len, body.items)) + len(body.items) * len(body.query)
     prompts = await off_loop(size, lambda: _prompts(model.inputs, body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
-    call = api.new_call("generative-scoring", body, request, model, prompts, [params] * len(prompts))
+    call = new_call(api, "generative-scoring", body, request, model, prompts, [params] * len(prompts))
     outputs = await api.running_requests.until_disconnect(request.receive, final_outputs(api, call))
     return json_response(_reply(api, body, call, outputs))
 

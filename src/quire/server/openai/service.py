@@ -1,12 +1,9 @@
-"""Shared code of the routes: the engine, its calls, and the usage and metrics of responses."""
+"""The state that the route handlers of one model share, and the usage and metrics of responses."""
 
 import asyncio
 import contextlib
 import hashlib
-import time
-import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -15,87 +12,24 @@ from starlette.responses import Response
 
 from quire.config.server_sections import ApiSection
 from quire.data.cache_hints import CacheHints
-from quire.data.latency_target import NO_TARGET, LatencyTarget
 from quire.data.outputs import RequestStateStats
-from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
-from quire.data.pooling import PoolingParams
 from quire.errors import QuireError, RequestError
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
-from quire.frontend.inputs import Prompt
 from quire.frontend.kv_transfer import readable_prefix
-from quire.logs import get_logger
-from quire.metrics.api_keys import KeyAccount
 from quire.server.http.in_flight import LONG_BYTES, MAX_LONG_BODIES, RunningRequests, num_body_bytes
-from quire.server.http.limits import NEW_REQUEST_ID, account_of
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, open_lora_service
-from quire.server.openai.cache_hints import cache_hints
 from quire.server.openai.prompts import PromptReader
-from quire.server.openai.requested_model import RequestedModel, ServedNames
-from quire.server.openai.requests import CallBody
+from quire.server.openai.requested_model import ServedNames
 from quire.server.openai.streams import Pauses
 from quire.server.openai.timeline import CallTimeline, request_metrics
 from quire.server.settings import ServerSettings, parsers_of
 
-logger = get_logger(__name__)
-
 S = TypeVar("S")
 B = TypeVar("B")
-Params = SamplingParams | BeamSearchParams | PoolingParams
 Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
 """Handler of a route: (service, body, request) -> response."""
-_MAX_ID = 256
-"""Maximum characters of a client's request id; a longer id is refused, since each sequence has a copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class ApiCall:
-    """Engine call of an HTTP request: its prompts with their parameters, and the fields that every part of
-    the response has."""
-
-    id: str
-    created: int
-    model: RequestedModel
-    priority: int
-    rank: int | None
-    """Data-parallel rank of the engine core that must run the call; None: any engine core."""
-    prompts: list[Prompt]
-    params: list[Params]
-    timeline: CallTimeline | None = None
-    """Timings of the call; None if the client did not request them."""
-    account: KeyAccount | None = None
-    """Account of the call's API key; None without a named key."""
-    target: LatencyTarget = NO_TARGET
-
-    @property
-    def hints(self) -> CacheHints | None:
-        return self.prompts[0].hints
-
-    @property
-    def routing(self) -> dict[str, Any]:
-        """Return the keyword arguments of the engine that all requests of the call share."""
-        return {
-            "priority": self.priority,
-            "rank": self.rank,
-            "account": self.account,
-            "lora": self.model.lora,
-            "target": self.target,
-        }
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
-
-    def frame(self, object: str) -> dict[str, Any]:
-        """Return the first fields of a response, or of a chunk of it. `object`: its type, such as
-        `chat.completion`."""
-        return {"id": self.id, "object": object, "created": self.created, "model": self.model.name}
-
-    def engine_ids(self) -> list[str]:
-        if len(self.prompts) == 1:
-            return [self.id]
-        return [f"{self.id}-{index}" for index in range(len(self.prompts))]
 
 
 class GenerationService:
@@ -128,47 +62,6 @@ class GenerationService:
                 "fewer at once",
                 param=param,
             )
-
-    def new_call(
-        self,
-        id_prefix: str,
-        body: CallBody,
-        request: Request,
-        model: RequestedModel,
-        prompts: list[Prompt],
-        params: Sequence[Params],
-    ) -> ApiCall:
-        """Return the engine call of an HTTP request. Charge the prompt tokens to the request's API key, and
-        log the prompts if this is enabled."""
-        new_id = request.scope.get(NEW_REQUEST_ID)
-        base = request.headers.get("x-request-id") or body.request_id or new_id or uuid.uuid4().hex
-        _check_id(base)
-        priority = _header_int(request, "x-vllm-priority")
-        rank = _header_int(request, "x-data-parallel-rank")
-        hints = cache_hints(body, request.headers)
-        for prompt in prompts:
-            prompt.hints = hints
-        account = account_of(request.scope)
-        target = (account and account.target) or self.engine.inputs.target
-        call = ApiCall(
-            id=f"{id_prefix}-{base}",
-            created=int(time.time()),
-            model=model,
-            priority=body.priority if priority is None else priority,
-            rank=rank,
-            prompts=prompts,
-            params=list(params),
-            timeline=CallTimeline.of(request, self.engine.inputs.tokenizer),
-            account=account,
-            target=target.relaxed(body.slo_ttft_ms, body.slo_itl_ms),
-        )
-        if call.account is not None:
-            call.account.add_prompt(call.num_prompt_tokens)
-        if self.settings.log.enable_log_requests:
-            for prompt in prompts:
-                shown = self.shorten(prompt.text)
-                logger.info("Received request %s: params: %s, prompt: %r", call.id, params[0], shown)
-        return call
 
     async def release_prefix(self, transfer_params: Any) -> None:
         """Let another engine release the prefix that it keeps for a refused request."""
@@ -276,28 +169,3 @@ def _fingerprint(api: ApiSection, facts: EngineFacts) -> str | None:
         case "custom":
             return api.fingerprint_value
     return None
-
-
-def _check_id(id: str) -> None:
-    """Raise RequestError for an id that is too long or not printable in a log line."""
-    if len(id) > _MAX_ID:
-        raise RequestError(
-            f"the request id has {len(id)} characters, and may have {_MAX_ID}; send a shorter one",
-            param="request_id",
-        )
-    if not id.isprintable():
-        raise RequestError(
-            f"the request id {id!r:.80} has characters that cannot be printed; send one without them",
-            param="request_id",
-        )
-
-
-def _header_int(request: Request, name: str) -> int | None:
-    text = request.headers.get(name)
-    if text is None:
-        return None
-    digits = text.removeprefix("-")
-    value = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 20 else None
-    if value is None or not INT64_MIN <= value <= INT64_MAX:
-        raise RequestError(f"the header {name} must be an integer of 64 bits, got {text!r:.80}")
-    return value

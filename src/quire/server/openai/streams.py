@@ -57,7 +57,8 @@ async def collect_final_outputs(outputs: Outputs) -> dict[str, RequestOutput]:
 
 
 class LoggedOutputs:
-    """Stream of outputs that logs the generated texts when it is closed, each shortened by `cut`."""
+    """Stream that passes on the outputs of another stream, and logs the generated texts when it is closed,
+    each shortened by `cut`."""
 
     def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
         self._outputs, self._name, self._cut = outputs, name, cut
@@ -131,8 +132,8 @@ class MergedOutputs:
 
 
 class OrderedOutputs:
-    """Outputs of concurrent requests, one request after another. Outputs of later requests are kept until
-    the earlier requests have finished."""
+    """Stream of the outputs of several requests, one request after another. Outputs of later requests are
+    kept until the earlier requests have finished."""
 
     def __init__(self, streams: Sequence[Outputs]) -> None:
         self._streams = streams

@@ -32,7 +32,7 @@ _LITERAL = ("const", "enum", "default", "examples")
 
 
 def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a structured output constraint, or None if it has other parts."""
+    """Return the JSON schema if it is all that a structured output constraint consists of, else None."""
     match constraint:
         case {"json": dict(schema), **more} if not more:
             return schema

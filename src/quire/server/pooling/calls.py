@@ -17,10 +17,11 @@ from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import OutputStream
 from quire.server.http.errors import json_response
+from quire.server.openai.api_call import ApiCall, new_call
 from quire.server.openai.prompts import list_prompts
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.sampling_params import check_fields, check_template
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import GenerationService
 from quire.server.openai.work_size import off_loop
 from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody, VectorOptions
 from quire.system.tasks import cancel_all
@@ -67,7 +68,7 @@ async def pool(
     """Run a pooling `task` on the prompts. Return the API call and the output of each prompt, in their order.
     `dimensions`: the length of the embeddings. All requests are cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
-    call = api.new_call(id_prefix, body, request, model, prompts, [params] * len(prompts))
+    call = new_call(api, id_prefix, body, request, model, prompts, [params] * len(prompts))
     return call, await api.running_requests.until_disconnect(request.receive, _run_all(api, call))
 
 

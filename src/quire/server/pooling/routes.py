@@ -11,8 +11,9 @@ from quire.frontend.pooling import embedding_task, pairs, pools, reads_pairs, si
 from quire.frontend.score_inputs import ROLES, ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import add_post
+from quire.server.openai.api_call import ApiCall
 from quire.server.openai.sampling_params import check_fields
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import GenerationService
 from quire.server.openai.work_size import off_loop
 from quire.server.pooling.bodies import (
     ClassifyReply,

@@ -206,7 +206,8 @@ def _owner(request: Request) -> int:
 async def _generate_whole(
     api: GenerationService, chat: ChatRequest, encoder: ResponseEncoder
 ) -> dict[str, Any]:
-    """Generate a response token by token and return the whole response."""
+    """Generate a response with a streamed engine call, whose outputs the encoder collects, and return the
+    whole response."""
     outputs = await stream_call(api, chat.call)
     try:
         async for output in outputs:

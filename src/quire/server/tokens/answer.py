@@ -11,13 +11,14 @@ from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
 from quire.server.http.sse import DONE, AnswerEncoder, event
+from quire.server.openai.api_call import ApiCall, new_call
 from quire.server.openai.encoder import routed_experts
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.run_call import answer_call
 from quire.server.openai.sampling_params import check_fields, check_stops, extra_args, output_limit
-from quire.server.openai.service import ApiCall, GenerationService, releases_prefix
+from quire.server.openai.service import GenerationService, releases_prefix
 from quire.server.openai.work_size import num_chars, off_loop
 from quire.server.tokens.bodies import TokensBody
 
@@ -64,7 +65,7 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
         num_chars(body.sampling_params),
         lambda: _params(body, model, len(prompts[0].token_ids), max_n=api.settings.api.max_n),
     )
-    call = api.new_call("generate-tokens", body, request, model, prompts, [params])
+    call = new_call(api, "generate-tokens", body, request, model, prompts, [params])
     return await answer_call(api, call, TokensEncoder(api, body, call), request, stream=bool(body.stream))
 
 

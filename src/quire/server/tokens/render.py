@@ -14,6 +14,7 @@ from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.limits import without_account
+from quire.server.openai.api_call import ApiCall, new_call
 from quire.server.openai.chat import prepare_chat
 from quire.server.openai.chat_encoder import ChatEncoder
 from quire.server.openai.chat_request import ChatRequest
@@ -21,7 +22,7 @@ from quire.server.openai.completion_encoder import CompletionEncoder
 from quire.server.openai.completions import begin_completion
 from quire.server.openai.requested_model import RequestedModel
 from quire.server.openai.requests import ChatBody, CompletionBody
-from quire.server.openai.service import ApiCall, GenerationService, limit_long_bodies
+from quire.server.openai.service import GenerationService, limit_long_bodies
 from quire.server.openai.work_size import off_loop
 from quire.server.tokens.answer import public_params
 from quire.server.tokens.bodies import (
@@ -126,7 +127,7 @@ async def show_chat_answer(api: GenerationService, body: DerenderChatBody, reque
         chat = await prepare_chat(api, chat_body.model_copy(update=_NOT_STREAMED), request)
     else:
         chat_body = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
-        call = api.new_call("chatcmpl", body, request, model, [Prompt([])], [SamplingParams()])
+        call = new_call(api, "chatcmpl", body, request, model, [Prompt([])], [SamplingParams()])
         chat = ChatRequest(chat_body, call, api.settings.api.response_role, "")
     _check_choices([tokens_reply], chat_body.n or 1)
     output = await _decode_reply(chat.call.model.inputs, tokens_reply, _sampling_params(chat.call.params[0]))
@@ -161,7 +162,7 @@ async def show_completion_answer(
     else:
         completion = CompletionBody(prompt="")  # type: ignore[call-arg]
         prompts = [Prompt([]) for _ in replies]
-        call = api.new_call("cmpl", body, request, model, prompts, [SamplingParams()] * len(prompts))
+        call = new_call(api, "cmpl", body, request, model, prompts, [SamplingParams()] * len(prompts))
     if len(call.prompts) != len(replies):
         raise RequestError(
             f"{len(replies)} generate_responses for {len(call.prompts)} prompts", param="generate_responses"

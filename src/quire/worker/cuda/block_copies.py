@@ -27,7 +27,7 @@ _STORE_DIVISOR = 128
 
 
 class PinnedBlocks:
-    """KV cache entries that are being copied to pinned host memory."""
+    """KV cache entries that are being copied to pinned host memory; `wait` returns their contents."""
 
     def __init__(self, contents: Tensor, copied: torch.cuda.Event) -> None:
         self._contents, self._copied = contents, copied
@@ -47,12 +47,15 @@ class _Staging:
 
 
 class CudaBlockCopies:
-    """Copies one kind of KV cache entries between a GPU and the host.
+    """Copies one kind of KV cache entries (blocks, or checkpoints of SSM states) between a GPU and the host,
+    on streams beside that of the steps.
 
-    Entries that the next step overwrites are gathered into a buffer on the stream of the steps, and copied to
-    the host on a second stream. The step waits if both buffers are in use. Entries that stay in place are
-    also gathered on the second stream, while the step runs. Entries from the host are copied on a third
-    stream, and scattered into the cache on the second stream; no step reads them before that."""
+    To the host: entries that the next step overwrites are gathered into a buffer on the stream of the steps,
+    and copied to the host on a second stream; the step waits if both buffers are in use. Entries that the
+    next step does not overwrite are also gathered on the second stream, while the step runs. To the device:
+    entries are copied on a third stream, and scattered into the cache on the second stream; no step reads
+    them before that.
+    """
 
     def __init__(self, entries: CacheEntries, device: torch.device) -> None:
         self.entries, self.device = entries, device
@@ -76,7 +79,8 @@ class CudaBlockCopies:
         """Begin and end of each copy to the host that `take_out_s` has not counted yet."""
 
     def _new_buffers(self, num_bytes: int) -> list[_Staging]:
-        """Return two device buffers of at most `num_bytes` bytes, or of one entry if an entry is larger."""
+        """Allocate two device buffers for entries on their way, of at most `num_bytes` bytes each, or of one
+        entry if an entry is larger."""
         size = self.entries.entry_bytes
         count = max(min(num_bytes // max(size, 1), self.entries.num_entries), 1)
         return [*map(_Staging, torch.empty((2, count, size), dtype=torch.uint8, device=self.device))]
@@ -119,7 +123,9 @@ class CudaBlockCopies:
         return None if host is None else PinnedBlocks(host, copied)
 
     def _gather(self, places: Tensor, *, ahead: bool) -> Tensor:
-        """Gather these cache entries into the less recently used of the two buffers; return the contents."""
+        """Gather the cache entries with the indices `places` into the less recently used of the two device
+        buffers, and return their contents. `ahead`: the entries stay in place during the next step, so the
+        copy may run beside it."""
         staging = self._store_buffers[0]
         self._store_buffers.reverse()
         if ahead:
@@ -195,8 +201,9 @@ class CudaBlockCopies:
 
 
 def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each run of consecutive numbers in `rows` as (index in `rows`, first row, length), without rows
-    0. A run never crosses a part of `part_rows` rows of host memory, since each part is pinned separately."""
+    """Yield each run of consecutive numbers in `rows` as (index in `rows`, first row, length); rows 0, which
+    stand for no host memory, are left out. A run never crosses a part of `part_rows` rows of host memory,
+    since each part is pinned separately."""
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first] or rows[at] % part_rows == 0:
@@ -206,8 +213,8 @@ def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]
 
 
 def _joined(rows: Sequence[Tensor], part_rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index and a tensor [n, size] of each run of n rows that follow each other in host memory. A
-    run never crosses a part of `part_rows` rows, since each part is pinned separately."""
+    """Yield each run of n rows that follow each other in host memory, as the index of its first row and a
+    tensor [n, size]. A run never crosses a part of `part_rows` rows, since each part is pinned separately."""
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or not _follows(rows[at - 1], rows[at], part_rows):

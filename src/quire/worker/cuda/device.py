@@ -32,7 +32,7 @@ from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
 
 _CAPTURE_S = 30.0
-"""Seconds after which no further graphs are captured."""
+"""Maximum seconds of CUDA graph capture at start; graphs that are not captured by then are left out."""
 
 
 class CudaDevice:
@@ -81,9 +81,9 @@ class CudaDevice:
         """CUDA graphs by which a draft model proposes tokens; None if no model proposes drafts."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Measure and return the worker's memory besides its cache, by the largest step with all sampling
-        features and the largest captured step. `weights` (weights) and `bound` (a small cache) are in
-        bytes."""
+        """Measure and return the memory that the worker needs besides its cache: run the largest step with
+        all sampling features, and the largest captured step. `weights` is the size of the weights, and
+        `bound` that of the small cache that the layers have meanwhile, both in bytes."""
         limits, link = config.scheduler, self.model.link
 
         def probe_sampler(output: ForwardResult) -> None:
@@ -108,8 +108,9 @@ class CudaDevice:
         return Needs(weights, activations, graphs, counts, other=total - free - weights - counts - bound)
 
     def _graph_bytes(self, config: EngineConfig, item: int) -> int:
-        """Return the bytes of all CUDA graphs; a value of the model's dtype has `item` bytes. Each graph has
-        memory for its results, and shares its temporary memory with the larger graphs."""
+        """Estimate the bytes of all CUDA graphs. `item` is the number of bytes of a value in the model's
+        dtype. Each graph has memory for its results, and shares its temporary memory with the larger
+        graphs."""
         facts, largest, mixed = config.checkpoint.facts, self._max_decodes(config), self._mixed_shapes(config)
         verify_sizes = [size * n for size, n in verify_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *verify_sizes]) if self._captures(config) else []
@@ -128,8 +129,8 @@ class CudaDevice:
         return num_bytes
 
     def _max_decodes(self, config: EngineConfig) -> int:
-        """Return the most decodes of one step: with pipeline stages, the rows are spread over several
-        steps."""
+        """Return the maximum number of decodes in one step. With pipeline parallelism, the running requests
+        are spread over as many steps as there are stages."""
         return -(-config.scheduler.max_num_seqs // self.num_stages)
 
     def _captures(self, config: EngineConfig) -> bool:
@@ -138,7 +139,7 @@ class CudaDevice:
 
     @property
     def _max_samples_per_row(self) -> int:
-        """Return the most sampled tokens of a row in one step."""
+        """Return the maximum number of positions of a row that are sampled in one step."""
         return 1 if self.speculation is None else 1 + self.speculation.most
 
     def _mixed_shapes(self, config: EngineConfig) -> list[tuple[int, int]]:
@@ -174,8 +175,8 @@ class CudaDevice:
 
     @property
     def _verify_to_capture(self) -> Callable[[ForwardResult], Tensor] | None:
-        """Return the function that verifies draft tokens, to capture after each step. None without drafts, or
-        if the graph of the step contains the verification."""
+        """Return the function that verifies draft tokens, which is captured as a graph that runs after the
+        step. None without drafts, or if the graph of the step contains the verification."""
         return None if self.speculation is None or self.speculation.after_step is None else self._verify
 
     def _capture_draft_graphs(self, draft_graphs: DraftGraphs, max_rows: int) -> None:
@@ -222,12 +223,13 @@ class CudaDevice:
         return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether drafts are verified after the sampler, since rows need features that the forward pass
-        lacks."""
+        """Whether drafts are verified after the sampler and not within the forward pass, since some rows need
+        features that sampling within the forward pass lacks."""
         return self.speculation is not None and all_rows.sampling.special(plan.logit_rows) != 0
 
     def _propose_drafts(self, draft_graphs: DraftGraphs, plan: StepPlan, places: Int64s, ids: Ints) -> bool:
-        """Propose draft tokens if the step needs any. Return whether the block tables were updated too."""
+        """Propose draft tokens if the step needs any. `places` and `ids` are the changed entries of the block
+        tables. Return whether the changes were also written to the device's tables."""
         draft_graphs.begin(plan)
         if not draft_graphs.has_work(plan):
             draft_graphs.skip(plan)
@@ -277,15 +279,15 @@ class CudaDevice:
         return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
-        """Return a step of one dummy token for an engine without requests: with expert parallelism, every
-        engine must take part in each step."""
+        """Return a plan of one dummy token, for an engine that has no requests while others have some: with
+        expert parallelism, every engine must take part in each step."""
         batch, inputs = self.dummy_batches.make(ONE_TOKEN)
         self._set_ep_tokens(batch, plan)
         return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
     def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
-        """Set the number of tokens to which all engines pad their own for expert parallelism: the size of the
-        graph that they replay."""
+        """Set the number of tokens to which every engine pads the tokens of its batch, for the exchange of
+        tokens in expert parallelism. It is the size of the graph that all engines replay."""
         if plan.counts:
             batch.ep = EPTokens(plan.total_tokens, self.graphs.size_for(max(plan.counts)))
 

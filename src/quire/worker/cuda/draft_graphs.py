@@ -25,8 +25,9 @@ _INPUTS = ("rows", "num_slots", "seeds", "top_k", "temperature", "top_p", "min_p
 
 
 class DraftGraphs:
-    """Proposes draft tokens for the rows of a step by a draft model. Only the device has the number of tokens
-    of a row: it depends on the number of accepted drafts."""
+    """Proposes draft tokens for the rows of a step by a draft model, with CUDA graphs. The number of tokens
+    of a row depends on the number of accepted drafts, which only the device knows at that time, so the
+    positions and lengths of the draft model's batch are computed on the device."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class DraftGraphs:
         self._greedy = SamplingTensors(
             *(torch.zeros(room, dtype=kind, device=tables.device) for kind in kinds)
         )
-        """Parameters of greedy sampling, for the largest number of rows."""
+        """Sampling parameters of greedy sampling, for the largest number of rows."""
 
     def forget(self) -> None:
         self._graphs = {}
@@ -68,8 +69,8 @@ class DraftGraphs:
             self.draft_progress.begin(plan)
 
     def has_work(self, plan: StepPlan) -> bool:
-        """Whether the drafter runs before a step: for drafts, or because a draft model computes every
-        step."""
+        """Return whether the drafter runs before a step: the step has drafts, or the draft model computes
+        every step to keep its cache complete."""
         return len(plan.num_drafts) > 0 or (self.draft_progress is not None and not self.draft_progress.lags)
 
     def skip(self, plan: StepPlan) -> None:
@@ -141,7 +142,7 @@ class DraftGraphs:
         return lambda logits, positions: sample(logits, params._replace(positions=positions))
 
     def compile(self, size: int, most: int) -> None:
-        """Compile the kernels for `size` rows with `most` drafts each, without running them."""
+        """Compile the kernels that propose `most` drafts for each of `size` rows, without running them."""
 
         def sample_dummy(logits: Tensor, params: SamplingTensors) -> Tensor:
             self._sample(logits, params)

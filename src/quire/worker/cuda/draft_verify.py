@@ -23,14 +23,15 @@ _COUNT = (1 << DRAFTED) - 1
 
 
 class VerifyInputs(NamedTuple):
-    """The inputs of a step after the device has computed those that depend on the accepted drafts."""
+    """The batch of a step, and the inputs of its verification, after the device has computed the values that
+    depend on the number of accepted drafts."""
 
     batch: Batch
     step: SpecStep
 
 
 class VerifiedStep(NamedTuple):
-    """The results of a step that a drafter reads, all on the device."""
+    """The results of a step that a drafter reads: hidden states and verified tokens, all on the device."""
 
     batch: Batch
     step: SpecStep
@@ -73,7 +74,8 @@ class DrafterUpdate:
 
 
 class Speculation:
-    """The tokens of all rows on the device, and the step inputs derived from them."""
+    """The tokens of all rows on the device. With speculative decoding the host does not know them when it
+    submits a step, so the device derives the inputs of the step from them."""
 
     def __init__(self, facts: SpecFacts, all_rows: Rows, device: torch.device) -> None:
         max_rows, self.max_len = all_rows.tokens.shape
@@ -88,7 +90,8 @@ class Speculation:
             most=self.most,
         )
         self.query_lens = sorted({1, self.most // 2 + 1, self.most + 1})
-        """Tokens per sequence of captured steps; steps with fewer drafts are padded."""
+        """Numbers of tokens per sequence (drafts + 1) for which steps are captured; a step with fewer drafts
+        is padded to one of them."""
         self.rates: Tensor | None = None
         if facts.synthetic_acceptance_rates:
             self.rates = torch.tensor(facts.synthetic_acceptance_rates, device=device)
@@ -178,7 +181,8 @@ def read(verified: Ints, num_seqs: int, plan: StepPlan) -> tuple[Ints, Ints, Int
 def take_back(
     counts: Counts, plan: StepPlan, state: SamplingRows, token_ids: Tensor, verified: Tensor
 ) -> None:
-    """Undo the penalty counts of tokens that were sampled after a rejected draft."""
+    """Correct the token counts for penalties: remove the tokens that were sampled after a rejected draft,
+    which are no output."""
     num_samples = 1 + plan.num_drafts[plan.samples]
     seqs = np.repeat(np.flatnonzero(plan.samples), num_samples)
     draws = spread(np.zeros(len(num_samples), np.int64), num_samples)

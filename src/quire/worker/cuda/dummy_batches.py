@@ -24,9 +24,9 @@ from quire.worker.device import Model, blank_batch
 from quire.worker.memory import measure_peak
 
 _LONG_STEP = 4096
-"""Most tokens of a prompt that is run to compile kernels."""
+"""Number of prompt tokens in the longest step that is run to compile kernels."""
 _HALVINGS = 6
-"""Number of prompt lengths, each half of the one before, to compile the LoRA kernels for."""
+"""Number of prompt lengths for which the LoRA kernels are compiled; each length is half of the one before."""
 _MIXED = [(1, 24), (8, 6), (32, 12), (1, 79), (1, 159), (1, 191), (64, 256), (2 * MOST_ROWS + 1, 24)]
 """Steps of decodes and one prompt to compile kernels for, as (decodes, tokens of the prompt)."""
 
@@ -44,7 +44,8 @@ class DummyBatches:
         masked_sampling: MaskedSampling,
         speculation: Speculation | None,
     ) -> None:
-        """Set the parts of the `CudaDevice`. `axes` is its number of M-RoPE positions of each token."""
+        """Build the dummy batches of a `CudaDevice` from its parts. `axes` is its number of M-RoPE positions
+        of each token."""
         self.model = model
         self.block_tables = block_tables
         self.device = block_tables.device
@@ -77,8 +78,8 @@ class DummyBatches:
         num_seqs: int,
         then: Callable[[Any], None] = lambda done: None,
     ) -> int:
-        """Return the peak bytes that are allocated when `compute` runs a step of this size, and then `then`
-        gets its result."""
+        """Return the peak bytes that are allocated while `compute` runs a step of this size, and `then`
+        processes its result."""
         dummy_step = self.make(self.split(num_tokens, num_seqs), self.model.lora_variants[-1])
         return measure_peak(lambda: then(compute(*dummy_step)))
 
@@ -89,8 +90,8 @@ class DummyBatches:
         mixed_shapes: Sequence[tuple[int, int]],
         draft_graphs: DraftGraphs | None,
     ) -> None:
-        """Compile the kernels of all steps; powers of two suffice as batch sizes. `query_lens` and
-        `mixed_shapes` are those of `Graphs`."""
+        """Compile the kernels of all steps that can occur, by running dummy steps; powers of two suffice as
+        batch sizes. `query_lens` and `mixed_shapes` are those of `Graphs`."""
         limits = config.scheduler
         *others, last = ladder(limits.max_num_seqs)
         sizes = [last, *(size for size in others if size & (size - 1) == 0)]
@@ -114,8 +115,8 @@ class DummyBatches:
 
     @torch.inference_mode()
     def _forward(self, lens: Ints, *, are_decodes: bool = False, are_mixed: bool = False) -> None:
-        """Run a step of sequences with these lengths without adapters, and with them if LoRA is on. The flags
-        are those of `Batch`."""
+        """Run a dummy step of sequences with these lengths: without adapters, and again with adapters if LoRA
+        is on. `are_decodes` and `are_mixed` are the flags of `Batch`."""
         for adapters in self.model.lora_variants:
             batch, inputs = self.make(lens, adapters)
             for group in batch.groups:

@@ -14,12 +14,13 @@ from quire.models.towers import GraphableTower
 log = get_logger(__name__)
 
 MOST_VECTORS = 1536
-"""Most embeddings of a captured batch. Launch overhead does not matter for larger batches."""
+"""Maximum number of embeddings of a batch that is captured: in larger batches the launch overhead, which a
+graph saves, does not matter."""
 MAX_GRAPHS = 8
 TIMES = 3
-"""A batch is captured when its combination of shapes has occurred this number of times."""
+"""Number of occurrences of a combination of item shapes from which on it is captured."""
 _MAX_COUNTED = 1024
-"""Most shapes to count; then the counts are reset."""
+"""Maximum number of combinations of shapes to count; beyond it, all counts are reset."""
 Arrays = Mapping[str, Tensor]
 Run = Callable[[], list[Tensor]]
 Capture = Callable[[Run, Any], tuple[list[Tensor], Callable[[], None]]]
@@ -73,7 +74,7 @@ class TowerGraphs:
         return graph(items)
 
     def forget(self) -> None:
-        """Drop all graphs, since they contain addresses of weights."""
+        """Drop all graphs, since they contain addresses of weights, which will change."""
         self._graphs, self._pool, self._num_bytes = {}, None, 0
         self._counts.clear()
 

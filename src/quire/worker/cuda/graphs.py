@@ -26,7 +26,8 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 IN_FLIGHT = 3
-"""Least number of host buffers of each kind: one more than steps in flight. A pipeline may need more."""
+"""Minimum number of host buffers of each kind: one more than the steps in flight. Pipeline parallelism may
+need more."""
 Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | IntermediateTensors]
 AfterForward = Callable[[ForwardResult], Tensor]
 ReceiveBuffer = Callable[[int], Tensor | None]
@@ -42,8 +43,9 @@ def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
-    """Capture the launches of a run; return the graph and the result. A first run compiles and loads the
-    kernels. Other threads may pin memory during the capture, for example to read LoRA adapters."""
+    """Capture the GPU work of `run` as a CUDA graph; return the graph and the result of `run`. Before the
+    capture, `run` is called once to compile and load the kernels. Other threads may pin memory during the
+    capture, for example to read LoRA adapters."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -52,7 +54,8 @@ def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
 
 
 def verify_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the shapes (sequences, tokens of each) of steps with drafts to capture, the smallest first."""
+    """Return the shapes (sequences, tokens of each sequence) of the steps with drafts that are captured, the
+    smallest first."""
     sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
     shapes = [(size, n) for n in query_lens if n > 1 for size in sizes if size * n <= MAX_SAMPLES]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
@@ -78,9 +81,9 @@ class Graphs:
         axes: int = 0,
         make_embeds_buffer: MakeEmbedsBuffer | None = None,
     ) -> None:
-        """Set the parameters of all graphs. `query_lens` are the tokens per sequence in steps with drafts,
-        whose inputs the device computes; empty without drafts. `axes` is the number of M-RoPE positions per
-        token in steps without media."""
+        """Set the parameters of all graphs. `query_lens` are the tokens per sequence of the steps with
+        drafts, whose inputs the device computes; empty without drafts. `axes` is the number of M-RoPE
+        positions per token in steps without media."""
         self.block_tables = block_tables
         self.receive_buffer = receive_buffer
         self.in_flight = in_flight
@@ -107,11 +110,11 @@ class Graphs:
         verify: AfterForward | None = None,
         resample: AfterForward | None = None,
     ) -> None:
-        """Capture the batch sizes of `ladder` up to `largest`, the largest first, since smaller graphs reuse
-        its memory. Sizes that are not captured within `seconds` run eagerly. `lora_variants` are the values
-        of "rows have adapters" to capture. `mixed_shapes` are steps with prompts: the most sequences and
-        samples, and the number of tokens. `verify` and `resample` are captured as separate graphs after each
-        step."""
+        """Capture the decode batch sizes of `ladder` up to `largest`, the largest first, since smaller graphs
+        reuse its memory. Sizes that are not captured within `seconds` run eagerly. Each step is captured
+        without and with adapters if `lora_variants` has both values. `mixed_shapes` are the steps with
+        prompts: the most sequences and samples, and the number of tokens. `verify` and `resample` are
+        captured as separate graphs after each step."""
         started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
         buffers = self.block_tables, self.pool, self.in_flight
         captured = partial(Graph, compute, *buffers, verify=verify, resample=resample)
@@ -128,7 +131,9 @@ class Graphs:
                 self._by_size[size, adapters] = captured(shape, intermediate_tensors=intermediate_tensors)
             if time.monotonic() - started > seconds:
                 log.warning(
-                    "Capturing CUDA graphs took too long and stops: batches smaller than %d run without", size
+                    "Capturing CUDA graphs took too long and stops: batches smaller than %d run without a "
+                    "graph",
+                    size,
                 )
                 break
         self._sizes = sorted({size for size, _ in self._by_size})
@@ -140,7 +145,7 @@ class Graphs:
                 self._mixed_graphs[adapters].insert(0, captured(shape, embeds_buffer=embeds))
 
     def forget(self) -> None:
-        """Drop all graphs, since they contain addresses of weights and cache."""
+        """Drop all graphs, since they contain addresses of weights and cache, which will change."""
         self._by_size, self._sizes = {}, []
         self._verify_graphs, self._mixed_graphs = {False: {}, True: {}}, {False: [], True: []}
 
@@ -186,9 +191,10 @@ class GraphShape(NamedTuple):
     axes: int = 0
     """Number of M-RoPE positions of each token: 1, or 3; 0 without M-RoPE."""
     tokens: int = 0
-    """Number of tokens with padding in a step with prompts; 0 for a step of decodes."""
+    """Number of tokens, with padding, in a step with prompts; 0 for a step of decodes."""
     drafts: bool = False
-    """Whether the device computes the inputs of the decodes in a step with prompts."""
+    """Whether the device computes the inputs of the decodes in a step with prompts, since they have
+    drafts."""
 
 
 class Graph:
@@ -264,7 +270,7 @@ class Graph:
 
     @property
     def takes_embeds(self) -> bool:
-        """Whether the step may contain item embeddings."""
+        """Whether the graph reads embeddings of images, videos and audio from a buffer."""
         return self._embeds_buffer is not None
 
     def load(

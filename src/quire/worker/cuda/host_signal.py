@@ -13,7 +13,8 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 _AT_LEAST = 0
-"""The driver's CU_STREAM_WAIT_VALUE_GEQ: wait for at least the given value, by their 32-bit difference."""
+"""The driver's CU_STREAM_WAIT_VALUE_GEQ: the stream waits until the counter has at least the given value, by
+their 32-bit difference."""
 _ADDRESS = ctypes.c_uint64
 
 
@@ -34,8 +35,9 @@ class HostSignal:
         self._copy_async.argtypes = (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
     def block(self) -> Callable[[], None]:
-        """Block the stream until the returned function is called. Functions of several calls must be called
-        in the order of these calls, also after an error: nothing else ends the wait."""
+        """Block the stream until the returned function is called. If this method is called several times, the
+        returned functions must be called in the same order, also after an error: nothing else ends the
+        wait."""
         self._num_waits = (self._num_waits + 1) & 0xFFFFFFFF
         _check(self._wait(self._stream, self._count_address, self._num_waits, _AT_LEAST))
         return partial(self._set_count, self._num_waits)

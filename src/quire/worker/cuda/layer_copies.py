@@ -8,7 +8,8 @@ from quire.loader.offload import OffloadedLayer
 
 
 class CudaLayerCopies:
-    """Copies offloaded layers from pinned memory on a second stream, which captures of the first include."""
+    """Copies offloaded layers from pinned host memory to the device on a second stream. While a CUDA graph of
+    the forward pass is captured, these copies become part of the graph."""
 
     def __init__(self, layers: Sequence[OffloadedLayer], device: torch.device) -> None:
         self._layers = layers

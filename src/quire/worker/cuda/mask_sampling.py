@@ -18,9 +18,10 @@ from quire.worker.cuda.host_signal import open_host_signal
 _NUM_BUFFERS = 3
 """Number of host buffers: one more than steps in flight."""
 _ALIGNED = 4
-"""Alignment in elements: kernels are compiled once, for aligned pointers."""
+"""Number of elements to which each array in the buffer is aligned: kernels are compiled once, for aligned
+pointers."""
 _MAX_PINNED = 8
-"""Most shared-memory regions of the scheduler that stay pinned."""
+"""Maximum number of the scheduler's shared-memory regions that stay pinned; beyond it, all are unpinned."""
 
 
 def sample_tokens(
@@ -52,7 +53,8 @@ class MaskedSampling:
 
     def later_constraints(self, count: int) -> ConstrainedDevice | None:
         """Return the constraints for sampling `count` positions within the forward pass: none, or that
-        sampling is skipped because the masks arrive later. None for too many positions."""
+        sampling is skipped because the masks arrive later. Return None if there are more positions than the
+        buffer has room for."""
         later = self.later[:count]
         return None if count > self._max_samples else ConstrainedDevice(later, later, later)
 
@@ -60,7 +62,7 @@ class MaskedSampling:
         """Allocate buffers and streams; must be called before graphs are captured."""
         self._width_at = -(-self._max_samples // _ALIGNED) * _ALIGNED
         self._assignment = torch.full((self._width_at + 1,), FREE, dtype=torch.int32, device=self.device)
-        """The mask index of each sampled position, followed by the width of the masks."""
+        """The mask index of each sampled position, followed by the number of words of a mask."""
         self._bits = torch.zeros(self._max_words, dtype=torch.int32, device=self.device)
         self._host_assignments = cycle(
             torch.empty(_NUM_BUFFERS, *self._assignment.shape, dtype=torch.int32).pin_memory()
@@ -115,12 +117,14 @@ class MaskedSampling:
         self._assignment.copy_(host_assignment, non_blocking=True)
 
     def applied(self) -> None:
-        """Record that the kernel that reads the masks is launched."""
+        """Record an event after the launch of the kernel that reads the masks: their buffers may be
+        overwritten once it has run."""
         self._applied.record(self._step_stream)
 
 
 class HostMemory:
-    """Pins the memory that masks are written to repeatedly; masks in other memory are copied."""
+    """Pins the memory regions in which the scheduler writes grammar masks again and again, so that masks are
+    copied to the device from there. Masks in other memory are first copied to a pinned buffer."""
 
     def __init__(self) -> None:
         self._pinned: dict[int, Tensor] = {}

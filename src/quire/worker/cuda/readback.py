@@ -13,8 +13,8 @@ from quire.worker.device import NewTokens, device_failures
 from quire.worker.rows import Rows
 
 Read = Callable[[Ints], tuple[Ints, Ints, Ints]]
-"""Function from the copied values to the new tokens of a step, their number in each row, and the number of
-drafts of each row. Empty numbers: one token per row, no drafts."""
+"""Function that converts the copied values to the result of a step: its new tokens, the number of new tokens
+of each row, and the number of drafts of each row. Empty numbers: one token per row, no drafts."""
 
 
 class Readback(NamedTuple):

@@ -29,7 +29,8 @@ def last_visible_of(plan: StepPlan, all_rows: Rows) -> Ints | None:
 
 
 def _bidirectional_spans(row: int, all_rows: Rows) -> Iterator[tuple[int, int]]:
-    """Yield the spans of a row's tokens that attend to each other, as (first, count)."""
+    """Yield the spans of a row's tokens that attend to each other in both directions, such as those of an
+    image, as (first, count)."""
     if row in all_rows.num_bidirectional:
         yield 0, all_rows.num_bidirectional[row]
         return

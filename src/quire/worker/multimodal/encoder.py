@@ -26,12 +26,12 @@ from quire.worker.multimodal.embeds import EmbedsBuffer
 from quire.worker.rows import Rows
 
 _EMBEDS = "embeds"
-"""Name of the array of an item that arrives as embeddings."""
+"""Name of the array of a media item that the client sent as embeddings; the encoder does not run for it."""
 _PLACES_PER_VECTOR = 4
 """Estimated patches or frames of an encoder per output embedding."""
 _COPIES = 4
-"""Estimated number of tensors as large as the widest layer's output that exist at the same time, if memory
-cannot be measured."""
+"""Estimated number of tensors, each as large as the output of the widest layer, that exist at the same time.
+It is used where memory cannot be measured."""
 _GRAPH_COPIES = 4
 """Memory limit of all encoder graphs, as a multiple of the largest graph. They share their temporary memory;
 each has its own inputs and outputs."""
@@ -52,9 +52,9 @@ class MediaEncoder:
         group: Group = ALONE,
         graphs: TowerGraphs | None = None,
     ) -> None:
-        """Build the encoder around its model, the `tower`. An embedding has `hidden` elements, and as many
-        for each of the `levels` decoder layers that add further encoder outputs. Embeddings are multiplied by
-        `scale`. Each rank of `group` encodes some of the items."""
+        """Build the encoder around its model, the `tower`. An embedding has `hidden` elements, and the same
+        number again for each of the `levels` decoder layers that add further encoder outputs to their hidden
+        states. Embeddings are multiplied by `scale`. Each rank of `group` encodes some of the items."""
         self.tower = tower
         self.hidden, self.width = hidden, hidden * (1 + levels)
         self.scale = scale
@@ -76,7 +76,7 @@ class MediaEncoder:
         return self._collect_embeds(plan, all_rows) if all_rows.items else None
 
     def _encode(self, items: list[MediaItem]) -> None:
-        """Encode items, those of one modality in one batch."""
+        """Encode items; items of the same modality are encoded in one batch."""
         encoded: dict[bytes, Tensor] = {}
         by_modality: dict[str, list[MediaItem]] = {}
         for item in items:
@@ -110,8 +110,8 @@ class MediaEncoder:
         return {name: pixel_values(array, table.to(self.dtype)) for name, array in inputs.items()}
 
     def _check_shape(self, item: MediaItem, vectors: Tensor) -> Tensor:
-        """Check the shape of an item's embeddings. Copy a view, which would keep a larger tensor in
-        memory."""
+        """Check the shape of an item's embeddings. If they are a view, return a copy, since the view would
+        keep a larger tensor in memory."""
         if vectors.shape != (item.num_vectors, self.width):
             shape, expected = tuple(vectors.shape), (item.num_vectors, self.width)
             raise EngineError(
@@ -128,7 +128,8 @@ class MediaEncoder:
         return tensor.view(torch.bfloat16) if dtype == torch.uint16 else tensor
 
     def _widen(self, vectors: Tensor) -> Tensor:
-        """Pad embeddings [n, hidden] with zeros to [n, width]."""
+        """Pad embeddings [n, hidden] with zeros to the width [n, width] of those with further encoder
+        outputs."""
         missing = self.width - self.hidden if vectors.shape[-1] == self.hidden else 0
         return torch.nn.functional.pad(vectors.to(self.dtype), (0, missing))
 
@@ -279,7 +280,8 @@ class CrossEncoder(MediaEncoder):
 
 
 def tower_group(config: EngineConfig, group: Group) -> Group:
-    """Return the ranks that shard the encoder's layers; `ALONE` if each rank has all of them."""
+    """Return the ranks over which the layers of the encoder are sharded; `ALONE` if each rank has all of
+    them."""
     media, mode = config.checkpoint.facts.media, config.multimodal.mm_encoder_tp_mode
     return group if media is not None and is_tensor_parallel(media, mode, group.size) else ALONE
 
@@ -309,7 +311,8 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
 
 
 def balance_items(costs: Sequence[int], count: int) -> list[list[int]]:
-    """Assign items to `count` ranks: the most expensive first, each to the rank with the least load."""
+    """Assign items to `count` ranks: in the order of falling cost, each to the rank with the smallest load so
+    far."""
     owners: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
@@ -320,7 +323,8 @@ def balance_items(costs: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _find_spans(item: MediaItem, first: int, last: int) -> list[tuple[int, int, int]]:
-    """Return the spans of an item's placeholder tokens in [first, last): (start, end, embedding index)."""
+    """Return the spans of an item's placeholder tokens at positions in [first, last), as (start, end, index
+    of the first embedding)."""
     spans, begin = [], 0
     if item.offset < last and item.end > first:
         for at, count in item.places():

@@ -15,7 +15,8 @@ class MRopePositions:
         self.ahead: Ints = np.zeros(max_rows, np.int32)
         """Offset of M-RoPE positions to sequence positions after the prompt; usually negative."""
         self.last = num_mrope_positions(max_len) - 1
-        """Last position with a rotation; positions beyond are clipped to it."""
+        """Last position for which the rotary embedding has a table entry; larger positions are clipped to
+        it."""
         self._prompts: dict[int, NDArray[np.int32]] = {}
         """Positions [3, prompt] by row, until the prompt is computed."""
 

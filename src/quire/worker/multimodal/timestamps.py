@@ -22,8 +22,9 @@ _WIDTH = 7
 
 
 class Alignment:
-    """Aligns the tokens of prompts that contain a transcript with the audio. Queries are recorded as they are
-    computed; after the last token they are scored against the keys of the audio."""
+    """Aligns the tokens of prompts that contain a transcript with the audio, to find the time of each word.
+    The queries of the alignment heads are recorded while the prompt is computed; after its last token they
+    are scored against the keys of the audio."""
 
     def __init__(
         self, cross_cache: CrossAttentionCache, heads: Sequence[tuple[int, int]], all_rows: Rows, group: Group

@@ -22,10 +22,11 @@ from quire.models.drafts import DraftHead
 from quire.parallel.world import World
 
 MAX_MLA_DRAFTS = 7
-"""Most draft tokens of a row with MLA: with the last token they fill a query tile of the kernel."""
+"""Maximum number of draft tokens of a row with MLA: together with the last token they fill a query tile of
+the kernel."""
 _MAX_TAPED = 64
-"""Most tokens of a step on a CPU that is recorded as a tape (its kernel calls) and replayed; in larger steps
-the overhead of the calls is small."""
+"""Maximum number of tokens of a step on a CPU that is recorded as a tape of kernel calls and replayed; in
+larger steps the overhead of the calls is small."""
 _WARMUP_TOKENS = 1024
 """Number of tokens by which steps that compile kernels may exceed max_num_batched_tokens."""
 
@@ -94,8 +95,8 @@ class Drafter(Protocol):
 
 
 class _DraftBatches:
-    """Builds the batches of draft tokens. On a CPU small batches reuse the buffers of the last batch of their
-    size, so that recorded kernel calls (tapes) can be replayed."""
+    """Builds the batches in which a draft model or head computes draft tokens. On a CPU, small batches reuse
+    the buffers of the last batch of their size, so that recorded kernel calls (tapes) can be replayed."""
 
     def __init__(self, backend: AttentionBackend, block_size: int, max_taped: int) -> None:
         self.backend = backend
@@ -164,9 +165,10 @@ class _DraftBatches:
 
 
 def place(ends: SequenceEnds, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the positions [B * width] int64, lengths [B] int32 and, by layer group, cache slots [B * width]
-    of the `width` tokens of each sequence that end `ahead` positions after its last token. Beyond the blocks
-    of a sequence, positions are valid for reading, and slots are negative so that nothing is written."""
+    """Return the positions [B * width] int64, the sequence lengths [B] int32 and, for each layer group, the
+    cache slots [B * width] of the last `width` tokens of each sequence, if the sequence is extended by
+    `ahead` tokens. Beyond the blocks of a sequence, positions are valid for reading, and slots are negative
+    so that nothing is written."""
     device = ends.last.device
     if device.type == "cuda":
         from quire.kernels.triton import spec as drafts
@@ -187,8 +189,9 @@ def _key(batch: Batch) -> tuple[int, ...]:
 
 
 class ModelDrafter:
-    """Proposes tokens by a separate draft model. It computes the last two tokens of a sequence: the last but
-    one is not computed yet if it was the last draft, and computing it twice is harmless."""
+    """Proposes tokens by a separate draft model. Each proposal begins with the last two tokens of a sequence.
+    The last but one was not computed if it was the last accepted draft; otherwise it is computed a second
+    time, which is harmless."""
 
     observes = False
 
@@ -231,7 +234,8 @@ class HeadDrafter:
         self.batches = _DraftBatches(backend, block_size, max_taped)
         self.forget = self.batches.forget
         self.states = states
-        """[2, rows, hidden]: by row, the head's output for the last token, and the states for the next one"""
+        """[2, rows, hidden] for each row: the output of the head for the last token, and the target's hidden
+        states that belong to the next token."""
 
     def observe(self, batch: Batch, target: TargetStates) -> None:
         at = last_kept(batch, target.num_kept)
@@ -268,12 +272,12 @@ _DRAFT_FIELDS: dict[str, Any] = {
     "state": None,
     "others": (),
 }
-"""Fields of the target's batch that are reset for the draft."""
+"""Fields of `Batch` that the draft's batch does not take over from the target's."""
 
 
 def check_ahead(backend: str, num_drafts: int, *, uses_mla: bool) -> None:
-    """Raise ConfigError if drafts are not possible on a GPU, where only the device knows sequence lengths:
-    with an attention backend that needs them on the host, or with too many drafts for MLA."""
+    """Raise ConfigError if draft tokens are not possible on a GPU: the attention backend needs sequence
+    lengths on the host, where they are not known with drafts, or there are too many drafts for MLA."""
     if backend != "TRITON_ATTN":
         raise ConfigError(
             f"speculative decoding on a GPU needs attention_backend TRITON_ATTN, not {backend}: sequence "
@@ -309,8 +313,8 @@ def load_draft(
 
 
 def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
-    """Return the largest memory that the draft model needs after a step of the target model, in bytes: hidden
-    states of the target that it reads, its own activations, and its logits."""
+    """Return the maximum bytes that the draft model needs after a step of the target model: the hidden states
+    of the target that it reads, its own activations, and its logits."""
     limits, dtype, target = config.scheduler, config.model.dtype, config.checkpoint.facts
     num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs
     num_aux = 0 if facts.drafts is None else len(facts.drafts.aux_layers)

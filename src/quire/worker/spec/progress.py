@@ -15,12 +15,12 @@ from quire.kernels.host_to_device import copy_to_device
 from quire.worker.rows import Rows
 
 _STEPS_AHEAD = 4
-"""Most steps for which the host may not know the number of accepted drafts."""
+"""Maximum number of submitted steps for which the host does not know the number of accepted drafts yet."""
 _ALIGN = 16
 
 
 class Span(NamedTuple):
-    """The tokens of a row from position `start` up to, but not including, `end`."""
+    """A range of tokens of a row: those from position `start` up to, but not including, `end`."""
 
     row: int
     start: int
@@ -28,13 +28,14 @@ class Span(NamedTuple):
 
 
 class DraftProgress:
-    """Tracks how many tokens the draft model has computed at least, by row. Also tracks which blocks it has
-    computed completely, so that it can reuse prefix cache hits."""
+    """Tracks how many tokens of each row a separate draft model has computed at least, and which blocks it
+    has computed completely, so that it can reuse them when the target has a prefix cache hit."""
 
     def __init__(self, all_rows: Rows, groups: Sequence[int], *, lags: bool, ahead: int) -> None:
-        """Build the progress of the layer `groups` of a draft model. With `lags`, the model computes missed
-        tokens only before it proposes; otherwise it computes every step, since its blocks may be freed later.
-        `ahead` is the most tokens of a row that are on the device, but not yet known to the host."""
+        """Build the progress for the layer `groups` of a draft model. With `lags`, the model computes missed
+        tokens only before it proposes. Without it, as with sliding windows, it computes every step, since its
+        blocks may be freed later. `ahead` is the maximum number of tokens of a row that are on the device,
+        but not yet known to the host."""
         self.lags = lags
         self._ahead = ahead
         self._all_rows = all_rows
@@ -42,7 +43,7 @@ class DraftProgress:
         self._num: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
         self._least: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
         self._most: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
-        """Upper bound of the number of tokens of each row, according to the plans; `_least` is the lower
+        """Upper bound of the number of tokens of each row, computed from the plans; `_least` is the lower
         bound."""
         self._is_close = np.zeros(len(all_rows.num_tokens), np.bool_)
         """Whether the draft model has computed all tokens of the row but the last two."""
@@ -78,9 +79,9 @@ class DraftProgress:
         self._blocks[ids] = False
 
     def _lengths(self, rows: NDArray[np.intp]) -> tuple[Ints, Ints]:
-        """Return bounds of the number of tokens of these rows. Results reach cooperating devices at different
-        times, so the bounds follow from plans alone. A plan adds blocks to a row as soon as the row may need
-        them."""
+        """Return bounds of the number of tokens of these rows. The bounds follow from plans alone, and not
+        from results, which reach the ranks of an engine at different times. A plan adds blocks to a row as
+        soon as the row may need them."""
         all_rows = self._all_rows
         if not self._ahead:
             return all_rows.num_tokens[rows], all_rows.num_tokens[rows]
@@ -89,10 +90,10 @@ class DraftProgress:
         return least, np.minimum(self._most[rows], room)
 
     def missed(self, plan: StepPlan, limit: int) -> tuple[list[Span], NDArray[np.bool_]]:
-        """Return the spans of tokens to compute before the draft model proposes: all but the last two of rows
-        with drafts. Without `lags` this includes all rows, and the current chunks of prompts. All spans have
-        at most `limit` tokens together. Also return for each row of the plan whether it is late: this limit
-        leaves some of its missed tokens out."""
+        """Return the spans of tokens that the draft model must compute before it proposes: all missed tokens
+        of rows with drafts but the last two. Without `lags` these are the tokens of all rows, and the current
+        chunks of prompts. All spans have at most `limit` tokens together. Also return for each row of the
+        plan whether it is late: the limit leaves out some of its missed tokens."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         decodes = is_decode(plan)
         least, most = self._lengths(rows)
@@ -115,13 +116,14 @@ class DraftProgress:
         return spans, late
 
     def skip(self, plan: StepPlan) -> None:
-        """Record a step that the draft model does not compute."""
+        """Record that the draft model does not compute this step, so that its tokens are missed."""
         self._is_close[plan.rows] = False
         self._advance(plan)
 
     def note(self, plan: StepPlan, decodes: NDArray[np.bool_], late: NDArray[np.bool_]) -> None:
-        """Record that the draft model has computed all missed tokens except those of `late` rows, and the
-        last two tokens of the `decodes`. Both are flags of the plan's rows."""
+        """Record that the draft model has computed all missed tokens except those of the rows that are
+        `late`, and the last two tokens of the rows that are `decodes`. Both arguments are flags by row of the
+        plan."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         if self.lags:
             done = decodes & (self._is_close[rows] | (plan.num_drafts > 0))
