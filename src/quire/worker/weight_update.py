@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.config.load import FIXED_WEIGHTS
 from quire.errors import RequestError
-from quire.loader.update import LayerTwins, StagedUpdate, TensorInfo, refuse_fixed
+from quire.loader.update import LayerTwins, StagedUpdate, TensorInfo, fixed_reason
 from quire.logs import get_logger
 from quire.worker.weight_transfer import TRANSPORTS, WeightTransport
 
@@ -51,7 +51,8 @@ class WeightUpdater:
     def _new_update(self) -> StagedUpdate:
         if self._twins is None:
             raise RequestError(FIXED_WEIGHTS)
-        refuse_fixed(self._model)
+        if reason := fixed_reason(self._model):
+            raise RequestError(reason)
         return StagedUpdate(self._twins)
 
     def receive(self, info: Mapping[str, Any]) -> int:

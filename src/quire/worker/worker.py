@@ -21,6 +21,7 @@ from quire.data.step_plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
+from quire.loader.update import fixed_reason
 from quire.logs import get_logger
 from quire.memory import CacheSize, embeds_bytes, human, processor_bytes, size_cache
 from quire.parallel.world import World
@@ -119,6 +120,8 @@ class Worker:
             "Model loading took %s memory and %.2f seconds",
             *(human(loaded.num_bytes), time.monotonic() - started),
         )
+        if self.config.extensions.weight_transfer_config and (reason := fixed_reason(loaded.model)):
+            log.warning("weight_transfer_config is set, but %s", reason)
 
     def measure(self) -> CacheSize:
         """Return the size of the cache that fits beside the model; layers have a minimal cache meanwhile."""
