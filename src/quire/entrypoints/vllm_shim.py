@@ -1,5 +1,6 @@
 """Runs unmodified vLLM scripts: `quire python SCRIPT` or `python -m quire.vllm SCRIPT`."""
 
+import importlib
 import importlib.machinery
 import logging
 import os
@@ -188,6 +189,8 @@ class _Module(ModuleType):
         names: LazyTable = self.__dict__["_names"]
         if name in names:
             return names[name]
+        if (below := f"{self.__name__}.{name}") in MODULES or below in _PACKAGES:
+            return importlib.import_module(below)
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
