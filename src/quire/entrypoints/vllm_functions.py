@@ -14,9 +14,11 @@ from typing import Any
 
 from quire.config.engine_args import EngineArgs
 from quire.config.env import Env
+from quire.config.extensions import TRANSFER_BACKENDS
 from quire.configure import configure
 from quire.errors import ConfigError
 from quire.logs import get_logger
+from quire.plugins import register_weight_transfer
 
 
 class Section(dict[str, Any]):
@@ -175,3 +177,19 @@ def initialize_layerwise_reload(model: Any) -> None:
 
 def finalize_layerwise_reload(model: Any, model_config: Any = None) -> None:
     """Do nothing, as `initialize_layerwise_reload`."""
+
+
+class WeightTransferEngineFactory:
+    """The backends of weight updates, by the `backend` of weight_transfer_config."""
+
+    _registry = TRANSFER_BACKENDS
+
+    @staticmethod
+    def register_engine(name: str, module_path_or_cls: Any, class_name: str | None = None) -> None:
+        """Add a backend: a subclass of `WeightTransferEngine`, or its module and its name."""
+        if name in TRANSFER_BACKENDS:
+            raise ValueError(f"Weight transfer engine {name!r} is already registered")
+        is_path = isinstance(module_path_or_cls, str)
+        register_weight_transfer(
+            name, f"{module_path_or_cls}:{class_name}" if is_path else module_path_or_cls
+        )

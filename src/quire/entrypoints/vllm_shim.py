@@ -72,6 +72,14 @@ _DISTRIBUTED = _targets(
     _FUNCTIONS,
     ("cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel"),
 )
+_TRANSFER_BASES = _targets(
+    "quire.worker.vllm_weight_transfer",
+    ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"),
+)
+_TRANSFER = {
+    **_targets(_FUNCTIONS, ("WeightTransferEngineFactory",)),
+    "WeightTransferEngine": _TRANSFER_BASES["WeightTransferEngine"],
+}
 MODULES: dict[str, dict[str, str]] = {
     "vllm": {
         **_LLM,
@@ -127,9 +135,14 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.entrypoints.llm": _LLM,
     "vllm.v1.metrics.reader": _targets("quire.metrics.reader", _METRICS),
     "vllm.version": _VERSION,
-    "vllm.distributed.weight_transfer.base": _targets(
-        "quire.entrypoints.llm_control", ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
-    ),
+    "vllm.distributed.weight_transfer": _TRANSFER,
+    "vllm.distributed.weight_transfer.factory": _TRANSFER,
+    "vllm.distributed.weight_transfer.base": {
+        **_targets(
+            "quire.entrypoints.llm_control", ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
+        ),
+        **_TRANSFER_BASES,
+    },
     "vllm.distributed.weight_transfer.nccl_engine": _targets(
         "quire.parallel.broadcast", ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine")
     ),

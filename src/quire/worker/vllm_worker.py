@@ -43,7 +43,7 @@ class VllmModel:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._worker.model)
 

@@ -42,6 +42,7 @@ from quire.worker.sleep import OffloadedWeights, release_memory, used_bytes
 from quire.worker.spec.drafter import draft_bytes
 from quire.worker.stage_runner import StageRunner
 from quire.worker.state_checkpoints import StateCheckpoints
+from quire.worker.vllm_weight_transfer import open_transport
 from quire.worker.weight_update import WeightUpdater
 
 log = get_logger(__name__)
@@ -327,9 +328,9 @@ class Worker:
             raise RequestError("the weights are asleep: call wake_up first")
         if self._updater is None:
             index = self.world.rank.index(self.config.parallel)
-            backend = self.config.extensions.weight_transfer_config.get("backend", "")
             twins = None if self.balancer is not None else self.loaded.twins
-            self._updater = WeightUpdater(self.model, twins, backend, self.device, index)
+            transport = open_transport(self.config, self.device, index, self.model)
+            self._updater = WeightUpdater(self.model, twins, transport)
         return self._updater
 
     def update_weights(self, action: str, *args: Any) -> Any:
