@@ -13,6 +13,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.data.pooling_outputs import PoolingRequestOutput
+from quire.entrypoints.api_process import observe_by
 from quire.entrypoints.child_cores import private_engine
 from quire.entrypoints.llm_control import ConfigViews, transfer_info
 from quire.errors import EngineDead
@@ -31,30 +32,41 @@ class AsyncLLMEngine(ConfigViews):
     """Asynchronous engine that streams the outputs of each request. The engine cores are child processes,
     which the first call of a method starts."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, stat_loggers: Iterable[Callable[[Any, int], Any]] = ()) -> None:
+        """Build the engine. Each function of `stat_loggers` makes a stat logger with vLLM's interface from
+        the configuration and a data parallel rank."""
         self.config = config
+        self._stat_loggers = {f"stat_loggers[{place}]": make for place, make in enumerate(stat_loggers)}
         self._stack = AsyncExitStack()
         self._starting: asyncio.Task[AsyncEngine] | None = None
         self._ended = False
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> "AsyncLLMEngine":
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, stat_loggers: Iterable[Any] | None = None, **_: Any
+    ) -> "AsyncLLMEngine":
         """Build the engine from `EngineArgs`, or another object with its fields."""
-        return cls(configure(engine_args.given(), usage="server"))
+        return cls(configure(engine_args.given(), usage="server"), stat_loggers or ())
 
     @classmethod
-    def from_vllm_config(cls, vllm_config: Any, **_: Any) -> "AsyncLLMEngine":
+    def from_vllm_config(
+        cls, vllm_config: Any, *, stat_loggers: Iterable[Any] | None = None, **_: Any
+    ) -> "AsyncLLMEngine":
         """Build the engine from the result of `create_engine_config()` of vLLM's engine arguments."""
-        return cls(vllm_config.engine_config)
+        return cls(vllm_config.engine_config, stat_loggers or ())
 
     async def _engine(self) -> AsyncEngine:
         if self._ended:
             raise EngineDead("this engine was shut down")
         if self._starting is None:
-            self._starting = asyncio.create_task(
-                self._stack.enter_async_context(private_engine(self.config)), name="quire-start"
-            )
+            self._starting = asyncio.create_task(self._start(), name="quire-start")
         return await asyncio.shield(self._starting)
+
+    async def _start(self) -> AsyncEngine:
+        engine = await self._stack.enter_async_context(private_engine(self.config))
+        ranks = list(range(self.config.parallel.data_parallel_size))
+        observe_by(engine, self.config, ranks, self._stat_loggers)
+        return engine
 
     async def _operation(self) -> CoreControl:
         return (await self._engine()).operation

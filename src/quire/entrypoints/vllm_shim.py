@@ -133,6 +133,14 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "vllm.v1.engine.llm_engine": _ENGINES,
     "vllm.entrypoints.llm": _LLM,
+    "vllm.v1.metrics.loggers": _targets("quire.frontend.stat_loggers", ("StatLoggerBase",)),
+    "vllm.v1.metrics.stats": _targets(
+        "quire.frontend.stat_loggers",
+        (
+            *("FinishedRequestStats", "IterationStats", "PrefixCacheStats"),
+            *("SchedulerStats", "SpecDecodingStats"),
+        ),
+    ),
     "vllm.v1.metrics.reader": _targets("quire.metrics.reader", _METRICS),
     "vllm.version": _VERSION,
     "vllm.distributed.weight_transfer": _TRANSFER,

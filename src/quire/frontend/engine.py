@@ -14,6 +14,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.stats import FrontStats, StepStats
 from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError, TooMany
@@ -118,6 +119,8 @@ class AsyncEngine:
             forget_prefixes=self._router.forget_prefixes,
             clear_media=self.on_reset,
         )
+        self.observers: list[Callable[[int, StepStats | None, FrontStats | None], None]] = []
+        """Functions that get the statistics of each step, and those of delivered outputs, by rank."""
         self._task: asyncio.Task[None] | None = None
 
     # ---- life
@@ -367,6 +370,8 @@ class AsyncEngine:
         )
         self.operation.weight_version = stats.weight_version
         self.metrics.note_stats(link.place, stats, page)
+        for observe in self.observers:
+            observe(link.rank, stats, None)
 
     def on_reset(self) -> None:
         self.inputs.media.processor_cache.clear()
@@ -389,6 +394,8 @@ class AsyncEngine:
             link.send(Abort(processed.stopped))
         self._pages[link.place].observe_front(processed.stats)
         self._live.add(processed.stats.first_token_s, processed.stats.between_tokens_s)
+        for observe in self.observers:
+            observe(link.rank, None, processed.stats)
         for output in processed.outputs:
             flight = self._flights.get(output.request_id)
             if flight is None or (stream := flight.stream) is None:
