@@ -14,7 +14,6 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from quire.data.stats import FrontStats, StepStats
 from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError, TooMany
@@ -40,6 +39,7 @@ from quire.frontend.output_stream import OutputStream
 from quire.frontend.prefix_map import PrefixMap
 from quire.frontend.request_state import RequestState
 from quire.frontend.router import Router
+from quire.frontend.stat_loggers import Observer
 from quire.frontend.tracing import Tracer
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
@@ -59,6 +59,8 @@ SILENT_S = 2.0
 
 class AsyncEngine:
     """The engine of an API process: sends requests to the cores, streams outputs and checks health."""
+
+    _task: asyncio.Task[None] | None = None
 
     def __init__(
         self,
@@ -119,9 +121,7 @@ class AsyncEngine:
             forget_prefixes=self._router.forget_prefixes,
             clear_media=self.on_reset,
         )
-        self.observers: list[Callable[[int, StepStats | None, FrontStats | None], None]] = []
-        """Functions that get the statistics of each step, and those of delivered outputs, by rank."""
-        self._task: asyncio.Task[None] | None = None
+        self.observers: list[Observer] = []
 
     # ---- life
 

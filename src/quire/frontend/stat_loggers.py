@@ -11,6 +11,9 @@ from quire.logs import get_logger
 
 log = get_logger(__name__)
 
+Observer = Callable[[int, StepStats | None, FrontStats | None], None]
+"""Function that gets the statistics of each step of a rank, and those of delivered outputs."""
+
 
 @dataclass(slots=True)
 class PrefixCacheStats:
@@ -49,8 +52,12 @@ class SchedulerStats:
     def of(cls, stats: StepStats) -> "SchedulerStats":
         per_position, drafts = stats.num_accepted_by_position, None
         if stats.num_drafts:
-            counts = stats.num_drafts, stats.num_draft_tokens, sum(per_position), list(per_position)
-            drafts = SpecDecodingStats(*counts)
+            drafts = SpecDecodingStats(
+                num_drafts=stats.num_drafts,
+                num_draft_tokens=stats.num_draft_tokens,
+                num_accepted_tokens=sum(per_position),
+                num_accepted_tokens_per_pos=list(per_position),
+            )
         return cls(
             num_running_reqs=stats.num_running,
             num_waiting_reqs=stats.num_waiting,
