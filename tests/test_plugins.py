@@ -25,10 +25,11 @@ from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.quant import METHODS
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.config.attention_backends import BACKENDS, check_backend
-from quire.config.plugins import load_plugins
+from quire.config.plugins import installed_stat_loggers, load_plugins
 from quire.data.output_pieces import TextPiece, ToolArguments, ToolStart
 from quire.data.stats import STAT_LOGGERS
 from quire.errors import ConfigError
+from quire.frontend.stat_loggers import StatLoggerBase
 from quire.models import MODELS
 from quire.plugins import register_attention_backend, register_quantization, register_reasoning_parser
 from quire.quant import SCHEMES
@@ -284,6 +285,26 @@ def test_unsupported_group_is_a_warning(folder: Path, lines: Callable[[int], lis
     (line,) = lines(logging.WARNING)
     assert "'mine' of mine-package" in line and "group vllm.io_processor_plugins: Quire has" in line
     assert "mine" not in sys.modules
+
+
+STAT_LOGGER = "from vllm.v1.metrics.loggers import StatLoggerBase\nclass Mine(StatLoggerBase):\n    pass\n"
+
+
+def test_stat_loggers_of_vllm_are_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[int], list[str]]
+) -> None:
+    """Catches a stat logger that VLLM_PLUGINS does not select, and a broken one that ends the process."""
+    groups = {"vllm.stat_logger_plugins": {"mine": "mine:Mine", "broken": "mine:Missing"}}
+    install(folder, "mine-package", groups, {"mine.py": STAT_LOGGER})
+    assert load_plugins() == () and "mine" not in sys.modules
+    assert [*installed_stat_loggers()] == ["mine"]
+    assert "'broken' of mine-package 1.0 (mine:Missing) failed and is not used" in lines(logging.ERROR)[0]
+    assert issubclass(installed_stat_loggers()["mine"], StatLoggerBase)
+    monkeypatch.setenv("VLLM_PLUGINS", "broken")
+    with pytest.raises(ConfigError, match="plugin 'broken' of mine-package"):
+        installed_stat_loggers()
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert installed_stat_loggers() == {}
 
 
 PROCESSOR = """

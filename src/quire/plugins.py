@@ -1,4 +1,4 @@
-"""Registration of models, weight formats, attention backends, parsers and stat loggers by plugins.
+"""Registration of models, weight formats, backends, parsers and stat loggers by plugins.
 
 A plugin is loaded in every process, also in those without torch. So classes are registered as
 `"module:Class"` strings, which are imported when they are first used."""
@@ -11,6 +11,7 @@ from quire.checkpoint.multimodal import MEDIA_FAMILIES
 from quire.checkpoint.quant import METHODS
 from quire.checkpoint.reader import ConfigReader
 from quire.config.attention_backends import BACKENDS
+from quire.config.extensions import TRANSFER_BACKENDS
 from quire.data.stats import STAT_LOGGERS, IntervalStats
 from quire.errors import ConfigError
 from quire.models import MODELS
@@ -27,6 +28,7 @@ __all__ = [
     "register_reasoning_parser",
     "register_stat_logger",
     "register_tool_parser",
+    "register_weight_transfer",
     "tool_parser",
 ]
 
@@ -117,3 +119,9 @@ def register_reasoning_parser(name: str, parser: Any) -> None:
 def register_stat_logger(name: str, logger: Any) -> None:
     """Add a function that engine cores call with `IntervalStats` every VLLM_LOG_STATS_INTERVAL seconds."""
     STAT_LOGGERS.register(name, logger)
+
+
+def register_weight_transfer(name: str, transport: Any) -> None:
+    """Add a `backend` of `--weight-transfer-config`, as a class or as `"module:Class"`: a subclass of
+    `quire.worker.weight_transfer.WeightTransport`, or of vLLM's `WeightTransferEngine`."""
+    TRANSFER_BACKENDS.register(name, transport)

@@ -16,6 +16,14 @@ from quire.data.stats import STAT_LOGGERS
 from quire.models import MODELS
 from quire.text.parsers import TOOLS
 
+LOGGER = """
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+class Logger(StatLoggerBase):
+    def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0):
+        for ended in iteration_stats.finished_requests if iteration_stats else ():
+            print(f"engine {engine_idx} finished {ended.num_generation_tokens} tokens", flush=True)
+"""
 BROKEN = "def register():\n    raise RuntimeError('no luck')\n"
 
 
@@ -29,10 +37,12 @@ def acme(tiny: TextModel, tmp_path: Path) -> TextModel:
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """Return a folder with the example of docs/plugins.md, and a package with a broken plugin."""
+    """Return a folder with the example of docs/plugins.md, a stat logger for vLLM and a broken plugin."""
     (folder := tmp_path / "packages").mkdir()
     install_example(folder)
     install(folder, "broken", {"quire.plugins": {"broken": "broken:register"}}, {"broken.py": BROKEN})
+    groups = {"vllm.stat_logger_plugins": {"finished": "finished:Logger"}}
+    install(folder, "finished", groups, {"finished.py": LOGGER})
     return folder
 
 
@@ -47,6 +57,7 @@ def test_server_uses_plugins_and_goes_on_without_a_broken_one(
     reply = server.client.post("/v1/completions", json=greedy(max_tokens=4))
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 4
     eventually("the stat logger is called", lambda: "engine 0: " in server.text())
+    eventually("vLLM's kind is called", lambda: "engine 0 finished 4 tokens" in server.text())
     server.end_cleanly()
     lines = [line for line in server.text().splitlines() if "Plugin 'broken'" in line]
     assert len(lines) == 1 and "RuntimeError: no luck" in lines[0]

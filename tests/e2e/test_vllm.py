@@ -13,7 +13,7 @@ from tiny_text import TextModel
 import quire
 from quire import LLM, SamplingParams
 from quire.cli import main
-from quire.entrypoints import vllm_shim
+from quire.entrypoints import vllm_functions, vllm_shim
 from quire.version import VLLM_VERSION
 
 SCRIPT = """
@@ -85,8 +85,35 @@ def test_missing_names_are_import_errors_with_a_hint() -> None:
         from vllm import SamplingParam  # type: ignore[import-not-found]  # noqa: F401
 
 
+def test_submodules_are_attributes_of_their_package() -> None:
+    """Catches `import vllm` after which `vllm.config` is missing, which an installed vLLM has."""
+    vllm_shim.install()
+    import vllm  # type: ignore[import-not-found]
+
+    assert vllm.sampling_params.SamplingParams is SamplingParams
+    assert vllm.config.weight_transfer.WeightTransferConfig(backend="nccl") == {"backend": "nccl"}
+    assert not hasattr(vllm, "no_such_module")
+
+
+def test_functions_that_scripts_call(tiny: TextModel, caplog: pytest.LogCaptureFixture) -> None:
+    logger = vllm_functions.init_logger("mine")
+    logger.logger.parent.addHandler(caplog.handler)  # type: ignore[union-attr]
+    for _ in range(2):
+        logger.warning_once("once %d", 1)
+    logger.info("again")
+    logger.logger.parent.removeHandler(caplog.handler)  # type: ignore[union-attr]
+    assert [record.getMessage() for record in caplog.records] == ["once 1", "again"]
+    platform = vllm_functions.current_platform
+    assert platform.is_cuda() != platform.is_cpu() and platform.device_type == platform.device_name
+    ids = vllm_functions.get_tokenizer(str(tiny.path), trust_remote_code=False).encode("A page")
+    assert ids == LLM(str(tiny.path), max_model_len=64, num_gpu_blocks_override=8).get_tokenizer().encode(
+        "A page"
+    )
+    vllm_functions.cleanup_dist_env_and_memory()
+
+
 def test_section_is_accepted_as_an_engine_argument(tiny: TextModel) -> None:
-    section = vllm_shim.Section(method="ngram", num_speculative_tokens=3)
+    section = vllm_functions.Section(method="ngram", num_speculative_tokens=3)
     llm = LLM(str(tiny.path), speculative_config=section, max_model_len=64, num_gpu_blocks_override=8)
     assert llm.config.speculation is not None and section.num_speculative_tokens == 3
     with pytest.raises(AttributeError, match=r"model is not set; set are: method, num_"):

@@ -1,7 +1,9 @@
 """Weight updates of whole engines: transports, versions, and updates that are refused."""
 
 import asyncio
+import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
@@ -11,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from formats import STORED
 from ports import free_port
+from requantized import requantize
 from safetensors.torch import load_file, save_file
+from tiny import open_tiny
 from tiny_text import TextModel, open_text, text_model
 from torch import Tensor
 
@@ -368,3 +373,17 @@ def test_level_2_returns_to_the_weights_of_the_checkpoint(model: TextModel, file
     llm.wake_up()
     assert output(llm) == model.greedy(PROMPT, 6) and llm.get_weight_version() == "default"
     assert os.path.isdir(files)
+
+
+def test_quantized_checkpoints_are_named_at_the_start_and_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a trainer that learns only at its first update that no weight can be changed."""
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    path, _ = requantize("llama", tmp_path, *STORED["awq"])
+    with caplog.at_level(logging.WARNING):
+        llm = open_tiny(path, weight_transfer_config={"backend": "file"})
+    reason = r"weights of the kind \w+ cannot be updated: the checkpoint stores them quantized"
+    assert re.search(f"weight_transfer_config is set, but {reason}", caplog.text)
+    with pytest.raises(RequestError, match=reason):
+        llm.start_weight_update()

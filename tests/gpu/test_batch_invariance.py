@@ -11,11 +11,14 @@ import pytest
 import torch
 from formats import SIZES, STORED, gpt_oss
 from gguf_files import make_tiny_gguf
+from invariance_cases import check_http, check_mixed, check_needle, check_one_by_one
 from lora_oracle import save_adapter
 from oracle import make_tiny
 from requantized import requantize
+from serve_process import SHARED_FLAGS, ServeProcess
 from test_lora_all_families import RANK, chosen
 from tiny import generate_preempted, logits_of, open_tiny, prompts_of
+from tiny_text import text_model
 from torch import Tensor
 from zoo import architecture_of
 
@@ -266,6 +269,28 @@ def test_sampled_answers_one_by_one_and_in_one_batch(tmp_path: Path) -> None:
         last = zip(answer, (output.prompt_logprobs or [])[-len(answer) :], strict=True)
         assert all(position and position[token].logprob == logprob for (token, logprob), position in last)
     llm.llm_engine.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "Qwen3NextForCausalLM"])
+def test_requests_alone_and_among_others(family: str, tmp_path: Path) -> None:
+    """Check a prompt among random batches, prompts with logprobs, and prompts that arrive during decodes."""
+    path, _ = make_tiny(family, tmp_path, **(SIZES.get(family, {}) | LONG))
+    llm = opened(path, "graphs", max_num_batched_tokens=512)
+    check_needle(llm, 300, trials=5, most=128)
+    check_mixed(llm, 300)
+    llm.llm_engine.close()
+    llm = opened(path, "graphs", logprobs_mode="raw_logprobs")
+    check_one_by_one(llm, 32)
+    llm.llm_engine.close()
+
+
+def test_completions_alone_and_in_one_call(tmp_path: Path) -> None:
+    model = str(text_model(tmp_path).path)
+    flags = (*SHARED_FLAGS, "--batch-invariant", "--dtype", "bfloat16", "--max-num-seqs", "64")
+    with ServeProcess(model, *flags, log=tmp_path / "log") as server:
+        server.until_healthy()
+        check_http(server, "tiny", 32)
+        server.end_cleanly()
 
 
 def sampled(output: RequestOutput) -> list[tuple[int, float]]:

@@ -133,6 +133,7 @@ class FakeOperation:
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._record("finish_weight_update", weight_version)
+        self.weight_version = weight_version or self.weight_version
 
     async def update_weight_version(self, new_version: str) -> None:
         self._record("update_weight_version", new_version)

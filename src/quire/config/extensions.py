@@ -10,11 +10,23 @@ from typing import Any
 from quire.config.plugins import installed_processors
 from quire.errors import ConfigError, check_keys, one_line
 from quire.logs import get_logger
+from quire.registry import LazyTable
 
 log = get_logger(__name__)
 
 _PATH = re.compile(r"[A-Za-z_][\w.]*[:.][A-Za-z_][\w.<>]*")
-TRANSFER_BACKENDS = ("nccl", "gloo", "ipc", "shared_memory", "file")
+_TRANSFER = "quire.worker.weight_transfer"
+TRANSFER_BACKENDS = LazyTable(
+    "weight transfer backend",
+    {
+        "nccl": f"{_TRANSFER}:BroadcastTransport",
+        "gloo": f"{_TRANSFER}:BroadcastTransport",
+        "ipc": f"{_TRANSFER}:IpcTransport",
+        "shared_memory": f"{_TRANSFER}:SharedMemoryTransport",
+        "file": f"{_TRANSFER}:FileTransport",
+    },
+)
+"""Classes that receive weights from a trainer, by the `backend` of weight_transfer_config."""
 _CLASSES: dict[str, type] = {}
 """Classes that the user of this process passed as objects, by path."""
 
@@ -29,8 +41,8 @@ class ExtensionSection:
     """Class with further methods of the workers, as `module.Class`, for /collective_rpc and
     `LLM.collective_rpc`."""
     weight_transfer_config: dict[str, Any] = field(default_factory=dict)
-    """JSON of weight updates by a trainer: backend (`nccl`, `gloo`, `ipc`, `shared_memory` or `file`).
-    Default: none."""
+    """JSON of weight updates by a trainer: backend (`nccl`, `gloo`, `ipc`, `shared_memory`, `file` or that of
+    a plugin). Default: none."""
     enable_return_routed_experts: bool = False
     """Return the experts that each token was routed to with the output of every request."""
     return_sampling_mask: bool = False

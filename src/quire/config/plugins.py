@@ -20,8 +20,9 @@ GROUP, VLLM_GROUP = "quire.plugins", "vllm.general_plugins"
 """Entry point groups of plugins: functions without arguments that register models, parsers and the like."""
 PROCESSORS = "vllm.logits_processors"
 """Entry point group of logits processor classes."""
+STAT_LOGGERS = "vllm.stat_logger_plugins"
+"""Entry point group of stat logger classes."""
 _NO_EFFECT = {
-    "vllm.stat_logger_plugins": "use quire.plugins.register_stat_logger, or read /metrics",
     "vllm.io_processor_plugins": "Quire has no IO processors",
     "vllm.platform_plugins": "Quire runs on CPUs and on CUDA devices",
     "vllm.endpoint_plugins": "use --middleware",
@@ -50,15 +51,33 @@ def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
         try:
             _call(entry, first=broken is None)
         except (Exception, SystemExit) as error:  # code of the operator, which may raise anything
-            if allowed is not None:
-                raise ConfigError(
-                    f"plugin {name!r} of {_origin(entry)} failed: {one_line(error)}; repair it, or remove it"
-                    " from the list of plugins (QUIRE_PLUGINS or VLLM_PLUGINS)"
-                ) from error
-            log.error("Plugin %r of %s failed and is not used: %s", name, _origin(entry), one_line(error))
-            log.debug("Stack trace of plugin %r", name, exc_info=error)
+            _report_failure(entry, error, is_wanted=allowed is not None)
             failed.append(name)
     return tuple(failed)
+
+
+def _report_failure(entry: "EntryPoint", error: BaseException, *, is_wanted: bool) -> None:
+    """Log the failure of a plugin; raise a ConfigError if the operator has listed its name."""
+    if is_wanted:
+        raise ConfigError(
+            f"plugin {entry.name!r} of {_origin(entry)} failed: {one_line(error)}; repair it, or remove it"
+            " from the list of plugins (QUIRE_PLUGINS or VLLM_PLUGINS)"
+        ) from error
+    log.error("Plugin %r of %s failed and is not used: %s", entry.name, _origin(entry), one_line(error))
+    log.debug("Stack trace of plugin %r", entry.name, exc_info=error)
+
+
+def installed_stat_loggers() -> dict[str, Any]:
+    """Return the classes of stat loggers of installed packages with vLLM's interface, by name."""
+    allowed, classes = Env.read(os.environ).plugins, {}
+    for entry in _entries() if _declares_plugins() else ():
+        if entry.group == STAT_LOGGERS and (allowed is None or entry.name in allowed):
+            try:
+                _install_shim()
+                classes[entry.name] = entry.load()
+            except (Exception, SystemExit) as error:  # code of the operator, which may raise anything
+                _report_failure(entry, error, is_wanted=allowed is not None)
+    return classes
 
 
 def installed_processors() -> tuple[str, ...]:
@@ -72,9 +91,7 @@ def installed_processors() -> tuple[str, ...]:
 def _call(entry: "EntryPoint", *, first: bool) -> None:
     """Import and call a plugin. A plugin for vLLM imports Quire's names as `vllm`."""
     if entry.group == VLLM_GROUP:
-        if getattr(sys.modules.get("vllm"), "__file__", None) is not None:
-            raise ConfigError("this process has already imported vLLM itself, which the plugin would extend")
-        importlib.import_module("quire.entrypoints.vllm_shim").install()
+        _install_shim()
     had_torch = "torch" in sys.modules
     register: Any = entry.load()
     register()
@@ -86,6 +103,13 @@ def _call(entry: "EntryPoint", *, first: bool) -> None:
                 " register classes as 'module:Class' strings, and import torch only in their modules",
                 entry.name,
             )
+
+
+def _install_shim() -> None:
+    """Let this process import Quire's names as `vllm`."""
+    if getattr(sys.modules.get("vllm"), "__file__", None) is not None:
+        raise ConfigError("this process has already imported vLLM itself, which the plugin would extend")
+    importlib.import_module("quire.entrypoints.vllm_shim").install()
 
 
 def _selected(entries: "list[EntryPoint]") -> "dict[str, EntryPoint]":
@@ -122,7 +146,7 @@ def _entries() -> "list[EntryPoint]":
     """Return the entry points of all plugin groups, without the entry points of vLLM itself."""
     from importlib.metadata import entry_points  # slow to import
 
-    groups = (GROUP, VLLM_GROUP, PROCESSORS, *_NO_EFFECT)
+    groups = (GROUP, VLLM_GROUP, PROCESSORS, STAT_LOGGERS, *_NO_EFFECT)
     installed = entry_points()
     return [
         entry
@@ -135,7 +159,7 @@ def _entries() -> "list[EntryPoint]":
 def _declares_plugins() -> bool:
     """Return whether an installed package may have a plugin. This takes 2 ms for 130 packages, whereas
     importing importlib.metadata and reading all entry points takes 70 ms."""
-    groups = [group.encode() for group in (GROUP, VLLM_GROUP, PROCESSORS, *_NO_EFFECT)]
+    groups = [group.encode() for group in (GROUP, VLLM_GROUP, PROCESSORS, STAT_LOGGERS, *_NO_EFFECT)]
     return any(group in text for text in _entry_point_files() for group in groups)
 
 

@@ -1,6 +1,7 @@
 """An API process: the HTTP server with an engine client; the engine cores run in other processes."""
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -8,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from quire.config.engine import EngineConfig
+from quire.config.env import Env
 from quire.config.generation import default_sampling
 from quire.config.mm_caches import cache_kind
-from quire.config.plugins import load_plugins
+from quire.config.plugins import installed_stat_loggers, load_plugins
 from quire.configure import cache_info, open_grammars, open_tokenizer, settings_of
 from quire.data.latency_target import LatencyTarget
 from quire.errors import QuireError
@@ -26,6 +28,7 @@ from quire.frontend.fleet_link import Fleet
 from quire.frontend.multimodal import media_reader
 from quire.frontend.open_inputs import open_inputs
 from quire.frontend.prefix_map import PrefixMap
+from quire.frontend.stat_loggers import StatLoggers
 from quire.frontend.tracing import tracer_of
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyPages
@@ -100,7 +103,7 @@ def make_engine(
         keys=keys,
         max_loras=config.lora.max_loras if config.lora.enable_lora else None,
     )
-    return AsyncEngine(
+    engine = AsyncEngine(
         facts=facts,
         inputs=inputs,
         metrics=engine_metrics,
@@ -117,6 +120,30 @@ def make_engine(
         settings=settings_of(config),
         tracer=tracer_of(config),
     )
+    observe_by(engine, config, list(addresses), installed_stat_loggers())
+    return engine
+
+
+def observe_by(
+    engine: AsyncEngine, config: EngineConfig, ranks: list[int], factories: Mapping[str, Any]
+) -> None:
+    """Pass the statistics of the engine to stat loggers with vLLM's interface, unless they are disabled."""
+    if factories and not config.observability.disable_log_stats:
+        interval_s = Env.read(os.environ).log_stats_interval
+        engine.observers.append(StatLoggers(factories, LazyVllmConfig(config), ranks, interval_s))
+
+
+class LazyVllmConfig:
+    """The configuration with vLLM's sections and names. Reading one imports torch, which API processes do not
+    need otherwise."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        from quire.worker.extensions import VllmConfig
+
+        return getattr(VllmConfig(self._config), name)
 
 
 def _build_facts(config: EngineConfig, num_cores: int) -> EngineFacts:

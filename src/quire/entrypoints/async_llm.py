@@ -1,7 +1,7 @@
 """AsyncLLMEngine: an engine for programs with their own event loop; its cores run in child processes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -13,44 +13,60 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.data.pooling_outputs import PoolingRequestOutput
+from quire.entrypoints.api_process import observe_by
 from quire.entrypoints.child_cores import private_engine
-from quire.entrypoints.llm_control import transfer_info
+from quire.entrypoints.llm_control import ConfigViews, transfer_info
 from quire.errors import EngineDead
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.control import CoreControl
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.output_stream import OutputStream
 from quire.frontend.outputs import AnyOutput
+from quire.frontend.tracing import PARENT
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=AnyOutput)
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(ConfigViews):
     """Asynchronous engine that streams the outputs of each request. The engine cores are child processes,
     which the first call of a method starts."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, stat_loggers: Iterable[Callable[[Any, int], Any]] = ()) -> None:
+        """Build the engine. Each function of `stat_loggers` makes a stat logger with vLLM's interface from
+        the configuration and a data parallel rank."""
         self.config = config
+        self._stat_loggers = {f"stat_loggers[{place}]": make for place, make in enumerate(stat_loggers)}
         self._stack = AsyncExitStack()
         self._starting: asyncio.Task[AsyncEngine] | None = None
         self._ended = False
-        self._loras: dict[int, str] = {}
-        """Names of the adapters that `add_lora` has loaded, by their ids."""
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> "AsyncLLMEngine":
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, stat_loggers: Iterable[Any] | None = None, **_: Any
+    ) -> "AsyncLLMEngine":
         """Build the engine from `EngineArgs`, or another object with its fields."""
-        return cls(configure(engine_args.given(), usage="server"))
+        return cls(configure(engine_args.given(), usage="server"), stat_loggers or ())
+
+    @classmethod
+    def from_vllm_config(
+        cls, vllm_config: Any, *, stat_loggers: Iterable[Any] | None = None, **_: Any
+    ) -> "AsyncLLMEngine":
+        """Build the engine from the result of `create_engine_config()` of vLLM's engine arguments."""
+        return cls(vllm_config.engine_config, stat_loggers or ())
 
     async def _engine(self) -> AsyncEngine:
         if self._ended:
             raise EngineDead("this engine was shut down")
         if self._starting is None:
-            self._starting = asyncio.create_task(
-                self._stack.enter_async_context(private_engine(self.config)), name="quire-start"
-            )
+            self._starting = asyncio.create_task(self._start(), name="quire-start")
         return await asyncio.shield(self._starting)
+
+    async def _start(self) -> AsyncEngine:
+        engine = await self._stack.enter_async_context(private_engine(self.config))
+        ranks = list(range(self.config.parallel.data_parallel_size))
+        observe_by(engine, self.config, ranks, self._stat_loggers)
+        return engine
 
     async def _operation(self) -> CoreControl:
         return (await self._engine()).operation
@@ -63,15 +79,21 @@ class AsyncLLMEngine:
         *,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs as they arrive, in the form of `sampling_params.output_kind`. Closing the iterator
-        aborts the request."""
+        aborts the request. By default the request runs on the data parallel rank with the least load."""
         engine = await self._engine()
+        lora_request = engine.operation.loaded_lora(lora_request)
         checked: SamplingParams | CheckedParams = sampling_params
         if sampling_params.structured_outputs is not None:  # its grammar may take long to compile
             checked = await asyncio.to_thread(engine.inputs.check, sampling_params, lora=lora_request)
         parsed = await engine.inputs.of(lora_request).parse_async(prompt)
-        stream = engine.generate(parsed, checked, request_id, priority=priority, lora=lora_request)
+        PARENT.set((trace_headers or {}).get("traceparent", ""))
+        stream = engine.generate(
+            parsed, checked, request_id, priority=priority, rank=data_parallel_rank, lora=lora_request
+        )
         async for output in _outputs_of(stream, request_id):
             yield output
 
@@ -86,6 +108,7 @@ class AsyncLLMEngine:
     ) -> AsyncIterator[PoolingRequestOutput[Any]]:
         """Yield the one output of a pooling model."""
         engine = await self._engine()
+        lora_request = engine.operation.loaded_lora(lora_request)
         parsed = await engine.inputs.of(lora_request).parse_async(prompt)
         stream = engine.encode(parsed, pooling_params, request_id, priority=priority, lora=lora_request)
         async for output in _outputs_of(stream, request_id):
@@ -97,6 +120,42 @@ class AsyncLLMEngine:
     async def check_health(self) -> None:
         """Raise EngineDead if an engine core is dead or hangs."""
         (await self._engine()).check()
+
+    @property
+    def errored(self) -> bool:
+        """Return whether the engine was shut down, or an engine core is dead."""
+        is_started = self._starting is not None and self._starting.done() and not self._starting.cancelled()
+        if self._starting is None or not is_started or self._ended:
+            return self._ended
+        if self._starting.exception() is not None:
+            return True
+        try:
+            self._starting.result().check()
+        except EngineDead:
+            return True
+        return False
+
+    is_stopped = errored
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def dead_error(self) -> EngineDead:
+        """Return the error that callers raise if the engine is dead."""
+        return EngineDead("the engine was shut down, or an engine core is dead")
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return the tasks of the model: `generate`, or those of a pooling model."""
+        pooling = self.config.pooling
+        return ("generate",) if pooling is None else pooling.tasks
+
+    async def is_tracing_enabled(self) -> bool:
+        return bool(self.config.observability.otlp_traces_endpoint)
+
+    async def do_log_stats(self) -> None:
+        """Do nothing: the engine cores log their statistics themselves."""
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -122,8 +181,12 @@ class AsyncLLMEngine:
         is_started = self._starting is not None and self._starting.done() and not self._starting.cancelled()
         return self._starting.result().num_in_flight if self._starting is not None and is_started else 0
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Abort the requests with these ids; their outputs end with the reason `abort`."""
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Abort the requests with these ids; their outputs end with the reason `abort`. `internal` has no
+        effect: ids are always those of the caller."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await (await self._operation()).abort(ids)
 
@@ -155,19 +218,16 @@ class AsyncLLMEngine:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load a LoRA adapter before a request needs it; return True."""
-        await (await self._operation()).add_adapter(lora_request)
-        self._loras[lora_request.lora_int_id] = lora_request.lora_name
-        return True
+        return await (await self._operation()).add_lora(lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Remove an adapter that `add_lora` has loaded when no request uses it any more; return whether there
         was one."""
-        name = self._loras.pop(lora_id, None)
-        return name is not None and await (await self._operation()).remove_adapter(name)
+        return await (await self._operation()).remove_lora(lora_id)
 
     async def list_loras(self) -> set[int]:
         """Return the ids of the adapters that `add_lora` has loaded."""
-        return set(self._loras)
+        return set((await self._operation()).loras)
 
     async def collective_rpc(
         self,

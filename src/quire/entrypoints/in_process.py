@@ -101,6 +101,7 @@ class LocalEngine(LLMControl):
         """Validate and queue a prompt. If anything is invalid, nothing is queued."""
         if request_id in self.outputs:
             raise RequestError(f"request id {request_id!r} is in use")
+        lora_request = self._operation.loaded_lora(lora_request)
         if not isinstance(prompt, Prompt):
             prompt = self.inputs.of(lora_request).parse(prompt, add_special_tokens=add_special_tokens)
         options: dict[str, Any] = {"priority": priority, "arrived_at": arrival_time, "lora": lora_request}
@@ -124,6 +125,14 @@ class LocalEngine(LLMControl):
         """Return whether requests are unfinished. Steps in flight whose requests have all ended do not
         count."""
         return self.core.scheduler.has_work or bool(self.core.pause_state.outside) or bool(self._pending)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def output_processor(self) -> "LocalEngine":
+        """Return the object with `has_unfinished_requests`, under vLLM's name."""
+        return self
 
     def step(self) -> list[AnyOutput]:
         """Run a step and return its outputs. If the step fails or is interrupted, all requests are dropped

@@ -122,7 +122,7 @@ class LLM(LLMControl):
             )
             for conversation, lora in zip(
                 with_bar(conversations, "Rendering conversations", use_tqdm),
-                _loras_of(lora_request, len(conversations)),
+                self._loras_of(lora_request, len(conversations)),
                 strict=True,
             )
         ]
@@ -157,7 +157,7 @@ class LLM(LLMControl):
         bar = with_bar(prompt_list, "Rendering prompts", use_tqdm)
         return [
             inputs.of(lora).parse(prompt, add_special_tokens=special, mm_processor_kwargs=mm_processor)
-            for prompt, lora in zip(bar, _loras_of(loras, len(prompt_list)), strict=True)
+            for prompt, lora in zip(bar, self._loras_of(loras, len(prompt_list)), strict=True)
         ]
 
     def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[AnyOutput]:
@@ -204,7 +204,7 @@ class LLM(LLMControl):
         for value in copies:
             value.output_kind = RequestOutputKind.FINAL_ONLY
         priorities = _per_prompt("priority", 0 if priority is None else priority, int, len(prompts))
-        return self._add(prompts, copies, priorities, _loras_of(loras, len(prompts)), max_logprobs)
+        return self._add(prompts, copies, priorities, self._loras_of(loras, len(prompts)), max_logprobs)
 
     def _add(
         self,
@@ -310,7 +310,7 @@ class LLM(LLMControl):
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         params_list = _per_prompt("params", params or PoolingParams(), PoolingParams, len(prompts))
         task_params = [msgspec.structs.replace(value, task=value.task or task) for value in params_list]
-        ids = self._add(prompts, task_params, [0] * len(prompts), _loras_of(loras, len(prompts)))
+        ids = self._add(prompts, task_params, [0] * len(prompts), self._loras_of(loras, len(prompts)))
         return cast(list[PoolingRequestOutput[PoolingOutput]], self._run(ids, use_tqdm))
 
     # ---- beam search
@@ -327,7 +327,7 @@ class LLM(LLMControl):
         prompts run at once; None: all."""
         check_supported("call argument", "structured_outputs", params.structured_outputs)
         prompt_list = _as_list(prompts)
-        loras = _loras_of(lora_request, len(prompt_list))
+        loras = self._loras_of(lora_request, len(prompt_list))
         readers = [self.llm_engine.inputs.of(lora) for lora in loras]
         parsed = [reader.parse(item) for reader, item in zip(readers, prompt_list, strict=True)]
         searches = [
@@ -397,6 +397,21 @@ class LLM(LLMControl):
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
         return self.llm_engine._wait(call)
 
+    def _loras_of(self, loras: Loras, count: int) -> list[LoRARequest | None]:
+        """Return the LoRA adapter of each of `count` prompts, or None for the base model."""
+        if loras is None or isinstance(loras, LoRARequest):
+            return [self._operation.loaded_lora(loras)] * count
+        if not isinstance(loras, Sequence):
+            type_name = type(loras).__name__
+            raise RequestError(
+                f"lora_request must be of type LoRARequest, got {type_name}", param="lora_request"
+            )
+        if len(loras) != count:
+            raise RequestError(
+                f"The lengths of prompts ({count}) and lora_request ({len(loras)}) must be the same."
+            )
+        return [self._operation.loaded_lora(lora) for lora in loras]
+
     def _check_awake(self) -> None:
         if not self._operation.is_awake:
             raise RequestError("the engine is asleep, at least in part: call wake_up() first")
@@ -428,20 +443,6 @@ def _conversations(messages: Any) -> Sequence[Messages]:
             param="messages",
         )
     return [messages] if messages and isinstance(messages[0], Mapping) else messages
-
-
-def _loras_of(loras: Loras, count: int) -> list[LoRARequest | None]:
-    """Return the LoRA adapter of each of `count` prompts, or None for the base model."""
-    if loras is None or isinstance(loras, LoRARequest):
-        return [loras] * count
-    if not isinstance(loras, Sequence):
-        type_name = type(loras).__name__
-        raise RequestError(f"lora_request must be of type LoRARequest, got {type_name}", param="lora_request")
-    if len(loras) != count:
-        raise RequestError(
-            f"The lengths of prompts ({count}) and lora_request ({len(loras)}) must be the same."
-        )
-    return list(loras)
 
 
 def _per_prompt(name: str, value_or_values: Any, kind: type[T], count: int) -> list[T]:

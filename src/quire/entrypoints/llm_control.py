@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
+from quire.data.lora import LoRARequest
 from quire.errors import RequestError
 from quire.frontend.control import CoreControl
 
@@ -27,11 +29,27 @@ class WeightTransferUpdateRequest:
     update_info: dict[str, Any]
 
 
-class LLMControl:
+class ConfigViews:
+    """The configuration of an engine under vLLM's names."""
+
+    config: EngineConfig
+
+    @cached_property
+    def vllm_config(self) -> Any:
+        """Return the configuration, with the sections and names of vLLM."""
+        from quire.worker.extensions import VllmConfig
+
+        return VllmConfig(self.config)
+
+    @property
+    def model_config(self) -> Any:
+        return self.vllm_config.model_config
+
+
+class LLMControl(ConfigViews):
     """The control methods of `LLM` and of its engines, for callers without an event loop. Each runs a
     coroutine of `CoreControl`."""
 
-    config: EngineConfig
     _operation: CoreControl
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
@@ -50,6 +68,10 @@ class LLMControl:
         function is pickled: set VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
         return self._wait(self._operation.collective_rpc(method, timeout, args, kwargs))
 
+    def apply_model(self, func: Callable[[Any], T]) -> list[T]:
+        """Call a function with the model of each worker; return the results by worker."""
+        return self.collective_rpc(_call_with_model, args=(func,))
+
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start to profile the workers. Requires `profiler_config`."""
         self._wait(self._operation.profile(True, profile_prefix))
@@ -67,6 +89,24 @@ class LLMControl:
         """Restore the memory that `sleep` released: all of it, or by `tags` the `weights` or the
         `kv_cache`."""
         self._wait(self._operation.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        return self._wait(self._operation.is_sleeping())
+
+    # ---- adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter before a request needs it; return True."""
+        return self._wait(self._operation.add_lora(lora_request))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter that `add_lora` has loaded when no request uses it any more; return whether there
+        was one."""
+        return self._wait(self._operation.remove_lora(lora_id))
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of the adapters that `add_lora` has loaded."""
+        return set(self._operation.loras)
 
     # ---- caches
 
@@ -122,3 +162,7 @@ def transfer_info(request: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(info, Mapping):
         raise RequestError(f"the request needs {name!r}, a dict of the backend's keys", param=name)
     return info
+
+
+def _call_with_model(worker: Any, function: Callable[[Any], Any]) -> Any:
+    return function(worker.get_model())

@@ -76,6 +76,7 @@ class MultiCoreEngine(LLMControl):
         """Validate and queue a prompt. If anything is invalid, nothing is queued."""
         if request_id in self._tasks:
             raise RequestError(f"request id {request_id!r} is in use")
+        lora_request = self._operation.loaded_lora(lora_request)
         if not isinstance(prompt, Prompt):
             prompt = self.inputs.of(lora_request).parse(prompt, add_special_tokens=add_special_tokens)
         checked: PoolingParams | CheckedParams
@@ -120,6 +121,14 @@ class MultiCoreEngine(LLMControl):
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._tasks)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def output_processor(self) -> "MultiCoreEngine":
+        """Return the object with `has_unfinished_requests`, under vLLM's name."""
+        return self
 
     def step(self) -> list[AnyOutput]:
         """Wait for at least one output and return all that have arrived; return none if no request is

@@ -1,20 +1,17 @@
 """Runs unmodified vLLM scripts: `quire python SCRIPT` or `python -m quire.vllm SCRIPT`."""
 
+import importlib
 import importlib.machinery
-import logging
 import os
 import runpy
-import socket
 import sys
-import uuid
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from quire.config.env import Env
-from quire.errors import ConfigError, QuireError, nearest
+from quire.errors import QuireError, nearest
 from quire.registry import LazyTable
 
 if TYPE_CHECKING:
@@ -31,10 +28,8 @@ _POOLED = tuple(
     for what in ("Output", "RequestOutput")
 )
 _PROMPTS = ("PromptType", "TextPrompt", "TokensPrompt", "EmbedsPrompt")
-_ARGS = {
-    "EngineArgs": "quire.config.engine_args:EngineArgs",
-    "AsyncEngineArgs": "quire.config.engine_args:EngineArgs",
-}
+_FUNCTIONS = "quire.entrypoints.vllm_functions"
+_ARGS = dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), f"{_FUNCTIONS}:VllmEngineArgs")
 _ENGINES = {
     "LLMEngine": "quire.entrypoints.in_process:LocalEngine",
     "AsyncLLMEngine": "quire.entrypoints.async_llm:AsyncLLMEngine",
@@ -50,6 +45,7 @@ _PROCESSORS = {
         *("RequestLogitsProcessor", "process_dict_updates"),
     )
 }
+_LOGPROB = {"Logprob": "quire.data.outputs:Logprob"}
 _VERSION = {
     "__version__": "quire.version:VLLM_VERSION",
     "__version_tuple__": "quire.version:VLLM_VERSION_TUPLE",
@@ -66,6 +62,24 @@ def _targets(module: str, names: Sequence[str]) -> dict[str, str]:
     return {name: f"{module}:{name}" for name in names}
 
 
+_DISTRIBUTED = _targets(
+    "quire.worker.vllm_worker",
+    (
+        *("get_pp_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size"),
+        *("get_tp_group", "get_world_group"),
+    ),
+) | _targets(
+    _FUNCTIONS,
+    ("cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel"),
+)
+_TRANSFER_BASES = _targets(
+    "quire.worker.vllm_weight_transfer",
+    ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"),
+)
+_TRANSFER = {
+    **_targets(_FUNCTIONS, ("WeightTransferEngineFactory",)),
+    "WeightTransferEngine": _TRANSFER_BASES["WeightTransferEngine"],
+}
 MODULES: dict[str, dict[str, str]] = {
     "vllm": {
         **_LLM,
@@ -74,12 +88,25 @@ MODULES: dict[str, dict[str, str]] = {
         **_targets("quire", (*_PARAMS, *_OUTPUTS, *_POOLED, *_PROMPTS, "PoolingParams")),
         **_VERSION,
         **_REGISTRY,
-        **_targets("quire.entrypoints.vllm_shim", ("initialize_ray_cluster",)),
+        **_targets(_FUNCTIONS, ("initialize_ray_cluster",)),
     },
     "vllm.config": {
-        **dict.fromkeys(_SECTIONS, "quire.entrypoints.vllm_shim:Section"),
+        **dict.fromkeys(_SECTIONS, f"{_FUNCTIONS}:Section"),
         "VllmConfig": "quire.worker.extensions:VllmConfig",
+        **_targets(_FUNCTIONS, ("set_current_vllm_config",)),
     },
+    "vllm.config.weight_transfer": {"WeightTransferConfig": f"{_FUNCTIONS}:Section"},
+    "vllm.logger": _targets(_FUNCTIONS, ("init_logger",)),
+    "vllm.logprobs": _LOGPROB,
+    "vllm.platforms": _targets(_FUNCTIONS, ("current_platform",)),
+    "vllm.plugins": {"load_general_plugins": "quire.config.plugins:load_plugins"},
+    "vllm.sequence": _LOGPROB,
+    "vllm.tokenizers": _targets(_FUNCTIONS, ("get_tokenizer",)),
+    "vllm.transformers_utils.tokenizer": _targets(_FUNCTIONS, ("get_tokenizer",)),
+    "vllm.usage.usage_lib": _targets(_FUNCTIONS, ("UsageContext",)),
+    "vllm.model_executor.model_loader.reload": _targets(
+        _FUNCTIONS, ("finalize_layerwise_reload", "initialize_layerwise_reload")
+    ),
     "vllm.v1.sample.logits_processor": _PROCESSORS,
     "vllm.v1.sample.logits_processor.builtin": _PROCESSORS,
     "vllm.v1.sample.logits_processor.interface": _PROCESSORS,
@@ -93,87 +120,58 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.pooling_params": _targets("quire", ("PoolingParams",)),
     "vllm.outputs": _targets("quire", (*_OUTPUTS, *_POOLED)),
     "vllm.inputs": _targets("quire", _PROMPTS),
+    "vllm.inputs.data": _targets("quire", _PROMPTS),
     "vllm.lora.request": _targets("quire", ("LoRARequest",)),
     "vllm.engine.arg_utils": _ARGS,
     "vllm.engine.llm_engine": _ENGINES,
     "vllm.engine.async_llm_engine": _ENGINES,
+    "vllm.engine.protocol": {"EngineClient": _ENGINES["AsyncLLM"]},
     "vllm.v1.engine.async_llm": _ENGINES,
+    "vllm.v1.engine.exceptions": {
+        "EngineDeadError": "quire.errors:EngineDead",
+        "EngineGenerateError": "quire.errors:EngineError",
+    },
+    "vllm.v1.engine.llm_engine": _ENGINES,
     "vllm.entrypoints.llm": _LLM,
+    "vllm.v1.metrics.loggers": _targets("quire.frontend.stat_loggers", ("StatLoggerBase",)),
+    "vllm.v1.metrics.stats": _targets(
+        "quire.frontend.stat_loggers",
+        (
+            *("FinishedRequestStats", "IterationStats", "PrefixCacheStats"),
+            *("SchedulerStats", "SpecDecodingStats"),
+        ),
+    ),
     "vllm.v1.metrics.reader": _targets("quire.metrics.reader", _METRICS),
     "vllm.version": _VERSION,
-    "vllm.distributed.weight_transfer.base": _targets(
-        "quire.entrypoints.llm_control", ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
-    ),
+    "vllm.distributed.weight_transfer": _TRANSFER,
+    "vllm.distributed.weight_transfer.factory": _TRANSFER,
+    "vllm.distributed.weight_transfer.base": {
+        **_targets(
+            "quire.entrypoints.llm_control", ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
+        ),
+        **_TRANSFER_BASES,
+    },
     "vllm.distributed.weight_transfer.nccl_engine": _targets(
         "quire.parallel.broadcast", ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine")
     ),
     "vllm.distributed.device_communicators.pynccl": {
         "PyNcclCommunicator": "quire.parallel.broadcast:BroadcastGroup"
     },
-    "vllm.distributed.parallel_state": _targets("quire.worker.vllm_worker", ("get_world_group",)),
+    "vllm.distributed": _DISTRIBUTED,
+    "vllm.distributed.parallel_state": _DISTRIBUTED,
     "vllm.distributed.utils": _targets("quire.parallel.broadcast", ("StatelessProcessGroup",)),
-    "vllm.utils": {**_PARSER, **_targets("quire.entrypoints.vllm_shim", ("random_uuid",))},
-    "vllm.utils.network_utils": _targets("quire.entrypoints.vllm_shim", ("get_ip", "get_open_port")),
+    "vllm.utils": {**_PARSER, **_targets(_FUNCTIONS, ("get_ip", "get_open_port", "random_uuid"))},
+    "vllm.utils.network_utils": _targets(_FUNCTIONS, ("get_ip", "get_open_port")),
     "vllm.utils.argparse_utils": _PARSER,
     "vllm.assets.image": _targets("quire.entrypoints.vllm_assets", ("ImageAsset",)),
     "vllm.assets.video": _targets("quire.entrypoints.vllm_assets", ("VideoAsset",)),
     "vllm.assets.audio": _targets("quire.entrypoints.vllm_assets", ("AudioAsset",)),
 }
 """Modules of vLLM that scripts import from: name -> "module:attribute" of Quire."""
-_PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {
-    "vllm.v1",
-    "vllm.v1.sample",
-    "vllm.distributed",
-    "vllm.lora",
-    "vllm.engine",
-    "vllm.model_executor",
-}
-
-
-class Section(dict[str, Any]):
-    """A configuration object of vLLM, such as CompilationConfig, as scripts build it. It is the dictionary of
-    its fields, which an engine argument takes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"{name} is not set; set are: {', '.join(self) or 'none'}")
-        return self[name]
-
-
-def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None = None) -> None:
-    """Join or start a Ray cluster for engines with distributed_executor_backend='ray'. Without this call, the
-    engine joins or starts one itself."""
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("initialize_ray_cluster needs Ray: pip install 'quire[ray]'") from None
-    if not ray.is_initialized():
-        ray.init(address=ray_address, logging_level=logging.WARNING)
-
-
-def random_uuid() -> str:
-    """Return a random id for a request."""
-    return uuid.uuid4().hex
-
-
-def get_ip() -> str:
-    """Return the address of this machine that other machines connect to."""
-    if address := Env.read(os.environ).host_ip:
-        return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 1))  # sends nothing; selects the interface
-            address = str(probe.getsockname()[0])
-        except OSError:
-            address = "127.0.0.1"
-    return address
-
-
-def get_open_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+_PACKAGES = {
+    name.rsplit(".", count)[0] for name in MODULES for count in range(1, name.count(".") + 1)
+} - MODULES.keys()
+"""Packages of these modules that have no names themselves."""
 
 
 class _Module(ModuleType):
@@ -188,6 +186,8 @@ class _Module(ModuleType):
         names: LazyTable = self.__dict__["_names"]
         if name in names:
             return names[name]
+        if (below := f"{self.__name__}.{name}") in MODULES or below in _PACKAGES:
+            return importlib.import_module(below)
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(

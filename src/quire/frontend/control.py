@@ -53,6 +53,8 @@ class CoreControl:
         self.settings = settings
         self.weight_version = DEFAULT_VERSION
         """Last version of the weights that a core reported."""
+        self.loras: dict[int, LoRARequest] = {}
+        """The adapters that `add_lora` has loaded, by their ids."""
         self.is_awake = True
         """Whether this client considers all cores awake; False from `sleep` until `wake_up` has woken up all
         parts."""
@@ -186,6 +188,23 @@ class CoreControl:
     async def remove_adapter(self, name: str) -> bool:
         """Remove a LoRA adapter when no request uses it any more; return whether some core had it."""
         return any(await self._call_all("remove_adapter", {"name": name}, None))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        await self.add_adapter(lora_request)
+        self.loras[lora_request.lora_int_id] = lora_request
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter that `add_lora` has loaded when no request uses it any more; return whether there
+        was one."""
+        lora = self.loras.pop(lora_id, None)
+        return lora is not None and await self.remove_adapter(lora.lora_name)
+
+    def loaded_lora(self, lora: LoRARequest | None) -> LoRARequest | None:
+        """Return the adapter of the same id and name that `add_lora` has loaded, whatever the path of `lora`
+        is; if there is none, `lora`."""
+        loaded = None if lora is None else self.loras.get(lora.lora_int_id)
+        return loaded if loaded == lora else lora
 
     # ---- caches
 

@@ -39,6 +39,7 @@ from quire.frontend.output_stream import OutputStream
 from quire.frontend.prefix_map import PrefixMap
 from quire.frontend.request_state import RequestState
 from quire.frontend.router import Router
+from quire.frontend.stat_loggers import Observer
 from quire.frontend.tracing import Tracer
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
@@ -58,6 +59,8 @@ SILENT_S = 2.0
 
 class AsyncEngine:
     """The engine of an API process: sends requests to the cores, streams outputs and checks health."""
+
+    _task: asyncio.Task[None] | None = None
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class AsyncEngine:
             forget_prefixes=self._router.forget_prefixes,
             clear_media=self.on_reset,
         )
-        self._task: asyncio.Task[None] | None = None
+        self.observers: list[Observer] = []
 
     # ---- life
 
@@ -367,6 +370,8 @@ class AsyncEngine:
         )
         self.operation.weight_version = stats.weight_version
         self.metrics.note_stats(link.place, stats, page)
+        for observe in self.observers:
+            observe(link.rank, stats, None)
 
     def on_reset(self) -> None:
         self.inputs.media.processor_cache.clear()
@@ -389,6 +394,8 @@ class AsyncEngine:
             link.send(Abort(processed.stopped))
         self._pages[link.place].observe_front(processed.stats)
         self._live.add(processed.stats.first_token_s, processed.stats.between_tokens_s)
+        for observe in self.observers:
+            observe(link.rank, None, processed.stats)
         for output in processed.outputs:
             flight = self._flights.get(output.request_id)
             if flight is None or (stream := flight.stream) is None:

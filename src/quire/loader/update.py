@@ -157,14 +157,14 @@ class StagedUpdate:
         return num_layers
 
 
-def refuse_fixed(model: nn.Module) -> None:
-    """Raise a RequestError if a weight of the model has a form that cannot be rebuilt from new values."""
-    if kind := repacked_kind(model):
-        raise RequestError(
-            f"weights of the kind {kind} cannot be updated: the checkpoint stores them quantized, and a"
-            " trainer sends plain values. Start with the plain checkpoint, and with --quantization fp8 or"
-            " int8 for less memory"
-        )
+def fixed_reason(model: nn.Module) -> str:
+    """Return why the weights of the model cannot be updated; empty if they can."""
+    kind = repacked_kind(model)
+    return kind and (
+        f"weights of the kind {kind} cannot be updated: the checkpoint stores them quantized, and a trainer"
+        " sends plain values. Start with the plain checkpoint, and with --quantization fp8 or int8 for less"
+        " memory"
+    )
 
 
 def _target(layer: Loads, name: str) -> Target:

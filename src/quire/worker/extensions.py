@@ -1,6 +1,6 @@
 """Custom logits processors in a worker, and the configuration that they read under vLLM's names."""
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,25 +27,65 @@ class ConfigView:
         return getattr(self._section, name)
 
 
+class ModelConfigView(ConfigView):
+    """The model section, with what vLLM reads of the checkpoint."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config.model, dtype=getattr(torch, config.model.dtype))
+        self._checkpoint, self._tp_size = config.checkpoint, config.parallel.tensor_parallel_size
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """Return the configuration of the checkpoint as transformers reads it."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(
+            self._checkpoint.path, trust_remote_code=self._section.trust_remote_code
+        )
+
+    @property
+    def hf_text_config(self) -> Any:
+        return self.hf_config.get_text_config()
+
+    def get_vocab_size(self) -> int:
+        return self._checkpoint.facts.vocab
+
+    def get_hidden_size(self) -> int:
+        return self._checkpoint.facts.hidden
+
+    def get_head_size(self) -> int:
+        return self._checkpoint.facts.head_dim
+
+    def get_num_layers(self, parallel_config: Any = None) -> int:
+        return len(self._checkpoint.facts.layers)
+
+    def get_num_attention_heads(self, parallel_config: Any = None) -> int:
+        """Return the number of query heads on each tensor parallel rank."""
+        return self._checkpoint.facts.heads // self._tp_size
+
+    def get_num_kv_heads(self, parallel_config: Any = None) -> int:
+        """Return the number of KV heads on each tensor parallel rank."""
+        return max(1, self._checkpoint.facts.kv_heads // self._tp_size)
+
+
 class VllmConfig:
     """The configuration of the engine as vLLM names it, for classes that were written for vLLM."""
 
     def __init__(self, config: EngineConfig) -> None:
-        facts, parallel = config.checkpoint.facts, config.parallel
-        self.model_config = ConfigView(
-            config.model,
-            dtype=getattr(torch, config.model.dtype),
-            get_vocab_size=lambda: facts.vocab,
-            get_hidden_size=lambda: facts.hidden,
-        )
+        self.engine_config = config
+        parallel = config.parallel
+        self.model_config = ModelConfigView(config)
         self.cache_config = ConfigView(config.cache)
         self.scheduler_config = ConfigView(config.scheduler, max_model_len=config.model.max_model_len)
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self.parallel_config = ConfigView(parallel, world_size=ranks)
+        self.parallel_config = ConfigView(
+            parallel, world_size=ranks, data_parallel_index=parallel.data_parallel_rank or 0
+        )
         self.load_config = ConfigView(config.load)
         self.lora_config = ConfigView(config.lora) if config.lora.enable_lora else None
         self.device_config = ConfigView(config.machine, device=torch.device(config.machine.device))
         self.speculative_config = config.speculation
+        self.quant_config = config.checkpoint.quant
 
 
 def open_processors(config: EngineConfig, device: torch.device, all_rows: Rows) -> ProcessorBatch | None:

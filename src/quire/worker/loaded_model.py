@@ -18,7 +18,7 @@ from quire.config.parallel import Stage
 from quire.config.speculation import SpecFacts
 from quire.errors import ConfigError
 from quire.kernels import batch_invariant
-from quire.kernels.cpu import native
+from quire.kernels.cpu import attention, native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
 from quire.layers.ssm import state_layers
@@ -84,6 +84,8 @@ class LoadedModel:
         if self.ep is not None:
             self.ep.is_counted = parallel.enable_eplb
         self.backend = self._backend(facts)
+        if batch_invariant.is_on() and self.device.type == "cpu":
+            self._check_batch_invariant(facts)
         self.offload: LayerOffload | None = None
         """Layers with weights in host memory; None if cpu_offload_gb is 0."""
         self.drop()
@@ -153,6 +155,24 @@ class LoadedModel:
                 backend.name, config.speculation.num_speculative_tokens, uses_mla=facts.mla is not None
             )
         return backend
+
+    def _check_batch_invariant(self, facts: ArchFacts) -> None:
+        """Raise a ConfigError if a part of the model runs in torch on this CPU: only the C kernels compute
+        the same bits in any batch."""
+        step, mla, problem = attention.HEAD_DIM_STEP, facts.mla, ""
+        if not native.serves(self.device, self.dtype):
+            problem = f"the C kernels are not available for {self.dtype} here"
+        elif facts.borrowed is not None:
+            problem = "the code of transformers selects its own kernels"
+        elif mla is not None and (mla.kv_latent + mla.rope_dim) % step:
+            problem = f"a latent of {mla.kv_latent} + {mla.rope_dim} elements is not a multiple of {step}"
+        elif mla is None and self.backend.name != "CPU_ATTN":
+            problem = f"the attention backend is {self.backend.name}, not CPU_ATTN"
+        if problem:
+            raise ConfigError(
+                f"batch_invariant is not supported for {facts.architecture} on this CPU: {problem}; leave it"
+                " out, and unset QUIRE_BATCH_INVARIANT and VLLM_BATCH_INVARIANT"
+            )
 
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
         """Load the model without a cache; `on_progress` is called with the loaded fraction of the weights."""

@@ -28,15 +28,24 @@ class ModelRunner:
 
     def __init__(self, worker: Worker, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
+        self.model_config, self.load_config = vllm_config.model_config, vllm_config.load_config
         self.device = worker.device
         self.model = VllmModel(worker)
 
+    def get_model(self) -> "VllmModel":
+        return self.model
+
 
 class VllmModel:
-    """The loaded model, with vLLM's method that changes weights."""
+    """The loaded model, with vLLM's method that changes weights. It is an instance of the model's class for
+    `isinstance`."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._worker.model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker.model, name)
@@ -47,7 +56,7 @@ class VllmModel:
 
 
 class WorldGroup(NamedTuple):
-    """The ranks of an engine, as `vllm.distributed.parallel_state.get_world_group` returns them."""
+    """A group of ranks of an engine, as the functions of `vllm.distributed.parallel_state` return it."""
 
     rank: int
     world_size: int
@@ -105,9 +114,19 @@ def open_worker(config: EngineConfig, world: World, local_rank: int = 0) -> Vllm
                 " rename them"
             )
         worker_class = type("ExtendedWorker", (extension, VllmWorker), {})
-    worker: VllmWorker = worker_class(config, world)
+    # An extension may have a `__new__` that expects the arguments of vLLM's workers.
+    rank = replace(world.rank, dp=0).index(config.parallel)
+    worker: VllmWorker = worker_class.__new__(
+        worker_class, vllm_config=VllmConfig(config), local_rank=local_rank, rank=rank
+    )
+    worker.__init__(config, world)  # type: ignore[misc]
     worker.local_rank = local_rank
-    _opened[:] = [WorldGroup(worker.rank, worker.parallel_config.world_size, local_rank)]
+    parallel, place = config.parallel, world.rank
+    _opened[:] = [
+        WorldGroup(rank, worker.parallel_config.world_size, local_rank),
+        WorldGroup(place.tp, parallel.tensor_parallel_size, local_rank),
+        WorldGroup(place.pp, parallel.pipeline_parallel_size, local_rank),
+    ]
     if path and multiprocessing.parent_process() is not None and not dist.is_initialized():
         # Extensions that were written for vLLM ask torch.distributed for their rank.
         store: Any = getattr(dist, "HashStore")()  # noqa: B009 (the stubs do not export it)
@@ -116,11 +135,34 @@ def open_worker(config: EngineConfig, world: World, local_rank: int = 0) -> Vllm
 
 
 _opened: list[WorldGroup] = []
-"""The group of the worker that was opened last in this process; empty without a worker."""
+"""All ranks, the tensor parallel ranks and the pipeline stages of the worker that was opened last in this
+process; empty without a worker."""
 
 
 def get_world_group() -> WorldGroup:
     """Return the ranks of the engine, for extensions and functions that run in a worker."""
+    return _group(0)
+
+
+def get_tp_group() -> WorldGroup:
+    """Return the worker's number among its tensor parallel ranks, and their number."""
+    return _group(1)
+
+
+def get_pp_group() -> WorldGroup:
+    """Return the worker's pipeline stage, and the number of stages."""
+    return _group(2)
+
+
+def _group(index: int) -> WorldGroup:
     if not _opened:
-        raise RuntimeError("get_world_group: there is no worker in this process")
-    return _opened[0]
+        raise RuntimeError("there is no worker in this process, so that it has no rank")
+    return _opened[index]
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return get_tp_group().rank
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return get_tp_group().world_size

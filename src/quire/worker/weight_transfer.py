@@ -7,7 +7,7 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,23 +28,6 @@ _SHM = Path("/dev/shm")
 _SHM_NAME = re.compile(r"[\w.-]{1,200}")
 _META = ("names", "dtype_names", "shapes")
 """Keys of an `update_info` whose values are lists with one element per tensor."""
-
-
-class WeightTransport(Protocol):
-    """Receives tensors from a trainer."""
-
-    def connect(self, info: Mapping[str, Any]) -> None:
-        """Set up the connection by the `init_info` of the trainer."""
-
-    def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
-        """Return name, dtype and shape of each tensor of an `update_info`, before any of them is received."""
-
-    def receive(self, info: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
-        """Yield the tensors in order. Each is valid until the next one."""
-
-    def drain(self, tensors: Iterator[Tensor]) -> None:
-        """Receive the remaining tensors of a refused update, for transports where the trainer waits for
-        that."""
 
 
 def tensor_infos(info: Mapping[str, Any]) -> list[TensorInfo]:
@@ -100,21 +83,37 @@ def split(buffer: Tensor, tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
         yield part.view(info.dtype).view(info.shape)
 
 
-class _Transport:
-    """Base of transports without settings of their own."""
+class WeightTransport:
+    """Base of the classes that receive tensors from a trainer, one for each backend."""
 
     def __init__(self, device: torch.device, index: int) -> None:
         """Build the transport of the worker with this index among the workers of all engines."""
         self._device, self._index = device, index
 
     def connect(self, info: Mapping[str, Any]) -> None:
+        """Set up the connection by the `init_info` of the trainer."""
         _check_keys("init_info", info, (), ())
 
+    def start(self) -> None:
+        """Prepare for an update, before the first of its tensors is received."""
+
+    def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
+        """Return name, dtype and shape of each tensor of an `update_info`, before any of them is received."""
+        raise NotImplementedError
+
+    def receive(self, info: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
+        """Yield the tensors in order. Each is valid until the next one."""
+        raise NotImplementedError
+
     def drain(self, tensors: Iterator[Tensor]) -> None:
-        """Do nothing: the trainer does not wait for this worker."""
+        """Take the rest of the tensors that `receive` yields, if the trainer waits for it. By default it does
+        not wait for this worker."""
+
+    def finish(self) -> None:
+        """End an update, after the last of its tensors was received."""
 
 
-class BroadcastTransport(_Transport):
+class BroadcastTransport(WeightTransport):
     """Receives broadcasts of the trainer, rank 0 of a group: NCCL between GPUs, Gloo between CPUs."""
 
     _PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
@@ -167,7 +166,7 @@ class BroadcastTransport(_Transport):
                 pass
 
 
-class IpcTransport(_Transport):
+class IpcTransport(WeightTransport):
     """Opens memory of a trainer on the same GPU by CUDA IPC handles."""
 
     _KEYS = ("ipc_handles", "ipc_handles_pickled", "tensor_sizes")
@@ -209,7 +208,7 @@ class IpcTransport(_Transport):
         return tensor
 
 
-class SharedMemoryTransport(_Transport):
+class SharedMemoryTransport(WeightTransport):
     """Reads tensors from a POSIX shared memory object, in which they follow each other."""
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
@@ -232,7 +231,7 @@ class SharedMemoryTransport(_Transport):
         yield from split(torch.frombuffer(memory, dtype=torch.uint8), tensors)
 
 
-class FileTransport(_Transport):
+class FileTransport(WeightTransport):
     """Reads tensors from safetensors files: all of a directory, or one file."""
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
@@ -264,13 +263,3 @@ class FileTransport(_Transport):
             with safe_open(path, framework="pt") as file:
                 for name in names:
                     yield file.get_tensor(name)
-
-
-TRANSPORTS: dict[str, Any] = {
-    "nccl": BroadcastTransport,
-    "gloo": BroadcastTransport,
-    "ipc": IpcTransport,
-    "shared_memory": SharedMemoryTransport,
-    "file": FileTransport,
-}
-"""Transport classes by the `backend` of weight_transfer_config."""

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from quire.config.extensions import TRANSFER_BACKENDS
 from quire.config.load import FIXED_WEIGHTS
 from quire.errors import RequestError
-from quire.loader.update import LayerTwins, StagedUpdate, TensorInfo, refuse_fixed
+from quire.loader.update import LayerTwins, StagedUpdate, TensorInfo, fixed_reason
 from quire.logs import get_logger
-from quire.worker.weight_transfer import TRANSPORTS, WeightTransport
+from quire.worker.weight_transfer import WeightTransport
 
 log = get_logger(__name__)
 
@@ -18,16 +18,10 @@ log = get_logger(__name__)
 class WeightUpdater:
     """The weight updates of one worker. Steps use the old weights until `commit`."""
 
-    def __init__(
-        self, model: nn.Module, twins: LayerTwins | None, backend: str, device: torch.device, index: int
-    ) -> None:
+    def __init__(self, model: nn.Module, twins: LayerTwins | None, transport: WeightTransport | None) -> None:
         """Build the updater of a worker. `twins` are copies of the layers before loading; None if weights
-        cannot be updated. `index` is the number of the worker among those of all engines."""
-        self._model, self._twins = model, twins
-        self._backend = backend
-        self._transport: WeightTransport | None = (
-            TRANSPORTS[backend](device, index) if backend in TRANSPORTS else None
-        )
+        cannot be updated. `transport` is None if no trainer is configured."""
+        self._model, self._twins, self._transport = model, twins, transport
         self._staged: StagedUpdate | None = None
 
     def connect(self, info: Mapping[str, Any]) -> None:
@@ -38,20 +32,22 @@ class WeightUpdater:
         if self._transport is None:
             raise RequestError(
                 'Weight transfer not configured: set --weight-transfer-config to {"backend": ...}; known:'
-                f" {', '.join(TRANSPORTS)}"
+                f" {', '.join(TRANSFER_BACKENDS)}"
             )
         return self._transport
 
     def start(self) -> None:
-        self._find_transport()
+        transport = self._find_transport()
         if self._staged is not None:
             raise RequestError("a weight update has been started already: finish it first")
         self._staged = self._new_update()
+        transport.start()
 
     def _new_update(self) -> StagedUpdate:
         if self._twins is None:
             raise RequestError(FIXED_WEIGHTS)
-        refuse_fixed(self._model)
+        if reason := fixed_reason(self._model):
+            raise RequestError(reason)
         return StagedUpdate(self._twins)
 
     def receive(self, info: Mapping[str, Any]) -> int:
@@ -75,6 +71,7 @@ class WeightUpdater:
         """Complete the staged layers; after that `commit` cannot fail."""
         if self._staged is None:
             raise RequestError("no weight update has been started: call start_weight_update")
+        self._find_transport().finish()
         self._staged.close()
 
     def commit(self) -> int:

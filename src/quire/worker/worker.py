@@ -21,6 +21,7 @@ from quire.data.step_plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
+from quire.loader.update import fixed_reason
 from quire.logs import get_logger
 from quire.memory import CacheSize, embeds_bytes, human, processor_bytes, size_cache
 from quire.parallel.world import World
@@ -42,6 +43,7 @@ from quire.worker.sleep import OffloadedWeights, release_memory, used_bytes
 from quire.worker.spec.drafter import draft_bytes
 from quire.worker.stage_runner import StageRunner
 from quire.worker.state_checkpoints import StateCheckpoints
+from quire.worker.vllm_weight_transfer import open_transport
 from quire.worker.weight_update import WeightUpdater
 
 log = get_logger(__name__)
@@ -120,6 +122,8 @@ class Worker:
             "Model loading took %s memory and %.2f seconds",
             *(human(loaded.num_bytes), time.monotonic() - started),
         )
+        if self.config.extensions.weight_transfer_config and (reason := fixed_reason(loaded.model)):
+            log.warning("weight_transfer_config is set, but %s", reason)
 
     def measure(self) -> CacheSize:
         """Measure the memory that steps need, and return the size of the cache that fits beside the model.
@@ -329,9 +333,9 @@ class Worker:
             raise RequestError("the weights are asleep: call wake_up first")
         if self._updater is None:
             index = self.world.rank.index(self.config.parallel)
-            backend = self.config.extensions.weight_transfer_config.get("backend", "")
             twins = None if self.balancer is not None else self.loaded.twins
-            self._updater = WeightUpdater(self.model, twins, backend, self.device, index)
+            transport = open_transport(self.config, self.device, index, self.model)
+            self._updater = WeightUpdater(self.model, twins, transport)
         return self._updater
 
     def update_weights(self, action: str, *args: Any) -> Any:

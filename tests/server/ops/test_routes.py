@@ -181,6 +181,12 @@ def test_answers_name_the_version_of_the_weights() -> None:
     engine.operation.weight_version = "step-7"
     assert ask("GET", "/version", engine).headers["x-weight-version"] == "step-7"
     assert ask("GET", "/weight_info", engine).json() == {"weight_version": "step-7"}
+    for path, field in (
+        ("/update_weight_version", "new_version"),
+        ("/finish_weight_update", "weight_version"),
+    ):
+        reply = ask("POST", path, engine, json={field: f"after-{path[1:]}"})
+        assert reply.headers["x-weight-version"] == f"after-{path[1:]}"
 
 
 def test_weight_updates_need_the_key() -> None:

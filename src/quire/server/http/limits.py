@@ -127,7 +127,9 @@ class AdmissionMiddleware:
                 return await response(scope, receive, send)
             if chunked:
                 receive = kind.limit_body(receive)
-        if version := self._weight_version():
+        if route_path(scope) in OPERATOR_PATHS:
+            send = _VersionSend(send, self._weight_version)
+        elif version := self._weight_version():
             send = _HeaderSend(send, (b"x-weight-version", version.encode()))
         # Set for every request, since the next request of the connection may run in a copy of this context.
         CACHE_SCOPE.set("" if key is None else key.cache_scope)
@@ -272,4 +274,17 @@ class _HeaderSend(SendWrapper):
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), self._header]
+        await self._send(message)
+
+
+class _VersionSend(SendWrapper):
+    """A `send` that adds the version of the weights after the request, which may have changed it."""
+
+    def __init__(self, send: Send, weight_version: Callable[[], str]) -> None:
+        super().__init__(send)
+        self._weight_version = weight_version
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and (version := self._weight_version()):
+            message["headers"] = [*message.get("headers", ()), (b"x-weight-version", version.encode())]
         await self._send(message)
