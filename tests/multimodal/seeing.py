@@ -12,6 +12,7 @@ from seeing_deepseek import DEEPSEEK
 from seeing_gemma4 import GEMMA4
 from seeing_latest import LATEST
 from seeing_more import MORE
+from seeing_phi4 import PHI4
 from tiny_engine import load_tower
 from tiny_seeing import STRONG, TEXT, VISION, Stand, make_tokenizer, save_tiny
 from tiny_seeing import close as close
@@ -47,7 +48,7 @@ class Twin:
         self.image_id = media.tower.image_id if image_id is None else image_id
         self.image_ids = {self.image_id, *getattr(media.tower, "mark_ids", ())}
         """Token ids that have embeddings."""
-        self.least = 20 if media.family == "lighton_ocr" else 5
+        self.least = 20 if media.family in ("lighton_ocr", "phi4") else 5
         """Smallest side of images in pixels: if long images are resized, a shorter side may have no pixels
         left."""
         if isinstance(self.processor, Stand):
@@ -402,6 +403,7 @@ FAMILIES = {
     "granite_vision": _granite_vision,
     "llava_onevision": _llava_onevision,
     **MORE,
+    **PHI4,
     **LATEST,
     **GEMMA4,
     **DEEPSEEK,

@@ -23,6 +23,7 @@ import quire.checkpoint.multimodal.omni as omni
 import quire.checkpoint.multimodal.ovis as ovis
 import quire.checkpoint.multimodal.paddle as paddle
 import quire.checkpoint.multimodal.paligemma as paligemma
+import quire.checkpoint.multimodal.phi4 as phi4
 import quire.checkpoint.multimodal.pixtral as pixtral
 import quire.checkpoint.multimodal.qwen as qwen
 import quire.checkpoint.multimodal.qwen3_asr as qwen3_asr
@@ -85,6 +86,8 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "Ovis2ForConditionalGeneration": ovis.ovis2,
     "PaddleOCRVLForConditionalGeneration": paddle.paddleocr_vl,
     "PaliGemmaForConditionalGeneration": paligemma.paligemma,
+    "Phi4MMForCausalLM": phi4.phi4,
+    "Phi4MultimodalForCausalLM": phi4.phi4,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
     "Step3VLForConditionalGeneration": step3.step3,
     "Step3p7ForConditionalGeneration": step3.step37,
@@ -131,6 +134,7 @@ MEDIA_CODE = {
     "ovis2": MediaCode("ovis:Ovis2Processor", "ovis:Ovis2"),
     "paddleocr_vl": MediaCode("qwen:GridProcessor", "ocr:PaddleOCRVL"),
     "paligemma": MediaCode("paligemma:PaliGemmaProcessor", "clip:PaliGemma"),
+    "phi4": MediaCode("phi4:Phi4Processor", "phi4:Phi4"),
     "pixtral": MediaCode("pixtral:PixtralProcessor", "pixtral:Pixtral"),
     "qwen2_5_omni": MediaCode("omni:OmniProcessor", "omni:Omni"),
     "qwen2_5_vl": MediaCode("qwen:GridProcessor", "qwen_vl:Qwen2_5VL"),
