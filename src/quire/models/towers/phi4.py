@@ -142,7 +142,7 @@ class ConvolutionBlock(nn.Module):
         gated = ((out + bias) * F.silu(gate + gate_bias)).unflatten(0, (-1, count)).transpose(1, 2)
         padded = F.pad(gated, (self.facts.kernel - 1, 0))
         mixed = F.conv1d(padded, self.kernel.vectors, self.kernel_bias.vectors, groups=self.facts.hidden)
-        return x + self.down(F.silu(self.mix(mixed.transpose(1, 2).flatten(0, 1))))
+        return x + self.down(F.silu(self.mix(mixed.transpose(1, 2).flatten(0, 1).contiguous())))
 
 
 class ConformerLayer(nn.Module):
@@ -213,7 +213,7 @@ class AudioEncoder(nn.Module):
                 continue
             x = F.conv2d(x, weight, bias, stride=2, padding=1, groups=len(x))
             x = x if number else F.relu(x)
-        x = self.flat(x.transpose(0, 1).flatten(1))
+        x = self.flat(x.transpose(0, 1).flatten(1).contiguous())
         count = len(x)
         size = min(count, _LONGEST)
         x = F.pad(x, (0, 0, 0, -count % size))
