@@ -56,7 +56,9 @@ class Phi4Stand(Stand):
     def features(self, model: Any, inputs: Any) -> torch.Tensor:
         count = self.count
         ids = torch.full((1, count), model.config.vision_config.image_token_id)
-        out: torch.Tensor = model.model.embed_tokens_extend.image_embed(ids, torch.zeros(1, count, 32), **inputs)
+        out: torch.Tensor = model.model.embed_tokens_extend.image_embed(
+            ids, torch.zeros(1, count, 32), **inputs
+        )
         return out[0]
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:

@@ -136,15 +136,26 @@ def test_published_checkpoint_is_loaded(twin: Twin, tmp_path: Path, caplog: pyte
     old |= {"attention_heads": old.pop("num_attention_heads"), "chunk_size": -1, "time_reduction": 8}
     old["nemo_conv_settings"] = {"conv_channels": audio["nemo_conv_channels"]}
     old["relative_attention_bias_args"] = {"type": "t5", "t5_bias_max_distance": audio["bias_max_distance"]}
-    config |= {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm", "audio_processor": {"config": old}}
+    config |= {
+        "architectures": ["Phi4MMForCausalLM"],
+        "model_type": "phi4mm",
+        "audio_processor": {"config": old},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = read_checkpoint(tmp_path).facts.media
     assert facts is not None and facts.tower.vit.hidden == 1152 and facts.tower.image_id == 200010
-    small = {key: vision[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "patch_size")}
-    small |= {key: vision[key] for key in ("num_attention_heads", "image_size", "crop_size", "image_token_id")}
+    small = {
+        key: vision[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "patch_size")
+    }
+    small |= {
+        key: vision[key] for key in ("num_attention_heads", "image_size", "crop_size", "image_token_id")
+    }
     ids = {"audio_token_id": audio["audio_token_id"]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": small}))
-    assert read_checkpoint(tmp_path).facts.media.tower.sound == read_checkpoint(twin.path).facts.media.tower.sound  # type: ignore[union-attr]
+    assert (
+        read_checkpoint(tmp_path).facts.media.tower.sound
+        == read_checkpoint(twin.path).facts.media.tower.sound
+    )  # type: ignore[union-attr]
     (tmp_path / "config.json").write_text(
         json.dumps(config | {"vision_config": small, "audio_config": {**audio, **ids}})
     )

@@ -105,7 +105,9 @@ def phi4(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         sound=_read_audio(keys),
         size_out=text.size("hidden_size"),
         image_id=token_id(vision, "image_token_id", default=200010),
-        audio_id=token_id(part(keys.defaults(audio_config={}), "audio_config"), "audio_token_id", default=200011),
+        audio_id=token_id(
+            part(keys.defaults(audio_config={}), "audio_config"), "audio_token_id", default=200011
+        ),
     )
     warn_once(
         logger,
@@ -124,7 +126,11 @@ def _read_audio(keys: ConfigReader) -> Phi4AudioFacts:
             raise audio.wrong(key, f"{value}, the hidden size of the audio encoder")
     for key, value in (("chunk_size", -1), ("bias_symmetric", False), ("depthwise_multiplier", 1)):
         audio.require(key, value)
-    for key, activation in (("activation", "swish"), ("conv_activation", "swish"), ("nemo_activation", "relu")):
+    for key, activation in (
+        ("activation", "swish"),
+        ("conv_activation", "swish"),
+        ("nemo_activation", "relu"),
+    ):
         audio.require(key, activation)
     audio.require("conv_glu_type", "swish")
     audio.require("downsample_rate", 1)

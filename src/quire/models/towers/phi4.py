@@ -51,7 +51,9 @@ class TiledViT(nn.Module):
         masks, ids = torch.zeros(len(x), side, side, dtype=torch.bool), torch.zeros(len(x), side, side)
         for mask, places, (rows, columns) in zip(masks, ids, filled, strict=True):
             mask[:rows, :columns] = True
-            starts = [(torch.arange(n) * (1.0 / torch.tensor(n))).clamp(max=1 - 1e-6) for n in (rows, columns)]
+            starts = [
+                (torch.arange(n) * (1.0 / torch.tensor(n))).clamp(max=1 - 1e-6) for n in (rows, columns)
+            ]
             places[:rows, :columns] = position_ids(starts, side).view(rows, columns)
         x = x + self.places.vectors[ids.flatten(1).long().to(device)]
         is_valid, flat = masks.flatten(1).to(device), x.flatten(0, 1)
@@ -89,7 +91,9 @@ class ImageEncoder(nn.Module):
         """Return the vectors of an image: its tiles, a separator, the whole image."""
         rows, columns, side = *tiles.shape[:2], self.facts.vit.side
         places = [(row * side, column * side) for row in range(rows) for column in range(columns)]
-        parts = [tuple(min(max(n - at, 0), side) for n, at in zip(filled, place, strict=True)) for place in places]
+        parts = [
+            tuple(min(max(n - at, 0), side) for n, at in zip(filled, place, strict=True)) for place in places
+        ]
         sizes = [(side, side), *((high, wide) if high and wide else (side, side) for high, wide in parts)]
         pixels = torch.cat((whole[None].to(tiles.dtype), tiles.flatten(0, 1)))
         x = self.vit(pixels, sizes).permute(0, 3, 1, 2)
@@ -196,7 +200,9 @@ class AudioEncoder(nn.Module):
         self.flat = WholeLinear(width * facts.num_bins, facts.hidden, first / "out", bias=True)
         places = scope / "relative_attention_bias_layer" / "bias_values" / "weight"
         self.places = Learned(places, 2 * facts.distance, facts.heads)
-        self.layers = nn.ModuleList(ConformerLayer(facts, scope / "encoders" / i) for i in range(facts.layers))
+        self.layers = nn.ModuleList(
+            ConformerLayer(facts, scope / "encoders" / i) for i in range(facts.layers)
+        )
 
     def _add(self, scope: Scope, *shape: int) -> None:
         self.convolutions.append(Learned(scope / "weight", *shape))
@@ -248,7 +254,8 @@ class Phi4(Tower):
         if is_published:
             kinds = {"": "speech", "beside_image": "vision"}
             names = {
-                key: (f"audio_projection.{kind}.0", f"audio_projection.{kind}.2") for key, kind in kinds.items()
+                key: (f"audio_projection.{kind}.0", f"audio_projection.{kind}.2")
+                for key, kind in kinds.items()
             }
         size, size_out = tower.sound.hidden, tower.size_out
         self.projectors = nn.ModuleList(
