@@ -75,6 +75,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "KimiVLForConditionalGeneration": kimi.kimi_vl,
     "Kimi_K25ForConditionalGeneration": kimi.kimi_k25,
     "Lfm2VlForConditionalGeneration": lfm2.lfm2_vl,
+    "LightOnOCRForConditionalGeneration": pixtral.lighton_ocr,
     "LightOnOcrForConditionalGeneration": pixtral.lighton_ocr,
     "Llama4ForConditionalGeneration": llama4.llama4,
     "LlavaForConditionalGeneration": llava.llava,
