@@ -9,6 +9,7 @@ import torch
 from finished import finished
 from PIL import Image
 from seeing_deepseek import DEEPSEEK
+from seeing_deepseek2 import DEEPSEEK2
 from seeing_gemma4 import GEMMA4
 from seeing_latest import LATEST
 from seeing_more import MORE
@@ -407,4 +408,5 @@ FAMILIES = {
     **LATEST,
     **GEMMA4,
     **DEEPSEEK,
+    **DEEPSEEK2,
 }

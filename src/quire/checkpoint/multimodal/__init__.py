@@ -61,6 +61,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "Qwen3_5MoeForConditionalGeneration": qwen.qwen3_vl(
         "Qwen3_5MoeForCausalLM", sections=(11, 11, 10), deep=False
     ),
+    "DeepseekOCR2ForCausalLM": deepseek_ocr.deepseek_ocr2,
     "DeepseekOCRForCausalLM": deepseek_ocr.deepseek_ocr,
     "DotsOCRForCausalLM": dots.dots_ocr,
     "Gemma3ForConditionalGeneration": gemma.gemma3,
@@ -116,6 +117,7 @@ MEDIA_CODE = {
     "clip": MediaCode("clip:DualProcessor", "clip:ClipEmbedding"),
     "cohere2_vision": MediaCode("aya:Cohere2VisionProcessor", "clip:Aya"),
     "deepseek_ocr": MediaCode("deepseek_ocr:DeepseekOCRProcessor", "deepseek_ocr:DeepseekOCR"),
+    "deepseek_ocr2": MediaCode("deepseek_ocr:DeepseekOCR2Processor", "deepseek_ocr2:DeepseekOCR2"),
     "dots_ocr": MediaCode("dots:DotsProcessor", "ocr:DotsOCR"),
     "gemma3": MediaCode("gemma:Gemma3Processor", "clip:Gemma3"),
     "gemma3n": MediaCode("gemma3n:Gemma3nProcessor", "gemma3n:Gemma3nTower"),
