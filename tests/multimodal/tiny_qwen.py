@@ -22,6 +22,7 @@ _TEXT = {
     "pad_token_id": 0,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 VISION = {
     "depth": 3,
     "hidden_size": 32,
@@ -50,6 +51,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": (
         {"rope_parameters": ROPE},
         VISION | {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+    ),
+    "Exaone4_5_": (
+        {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "rope_parameters": PLAIN},
+        VISION | {"window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 1},
     ),
     "Qwen3VL": (_QWEN3, _QWEN3_VISION),
     "Qwen3VLMoe": (_QWEN3 | _EXPERTS, _QWEN3_VISION),
