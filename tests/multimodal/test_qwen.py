@@ -90,9 +90,9 @@ class Twin:
                 kinds.append(0)
         model_inputs = {name: torch.cat(parts) for name, parts in tensors.items() if parts}
         model_inputs |= {"input_ids": torch.tensor([out])}
-        if self.media is not None and self.media.family != "exaone4_5":
+        if self.media is not None and self.media.family not in ("exaone4_5", "hyperclovax"):
             model_inputs["mm_token_type_ids"] = torch.tensor([kinds])
-        if videos and hasattr(self.model.config.vision_config, "tokens_per_second"):
+        if videos and self.media is not None and self.media.family == "qwen2_5_vl":
             model_inputs["second_per_grid_ts"] = torch.tensor([2 / 4.0] * len(videos))
         return model_inputs
 

@@ -31,7 +31,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.inference_mode()
 def test_layers_and_embeddings_equal_transformers(family: str, base: Path) -> None:
     path, model = made(family, base)
-    reference, tower = model.model.visual, load_tower(path)
+    body, tower = model.model, load_tower(path)
+    reference = body.vision_model if hasattr(body, "vision_model") else body.visual
     items = [torch.randn(*grid, 96) for grid in GRIDS]
     states: dict[str, list[Any]] = {"theirs": [], "ours": []}
     for name, layers in (("theirs", reference.blocks), ("ours", tower.layers)):
@@ -47,7 +48,8 @@ def test_layers_and_embeddings_equal_transformers(family: str, base: Path) -> No
     for state, other in zip(states["ours"], states["theirs"], strict=True):
         torch.testing.assert_close(state, other, atol=1e-4, rtol=1e-4)
     deep = getattr(expected, "deepstack_features", None) or []
-    torch.testing.assert_close(vectors, torch.cat([expected.pooler_output, *deep], 1), atol=1e-4, rtol=1e-4)
+    output = body.projector(expected.pooler_output) if hasattr(body, "projector") else expected.pooler_output
+    torch.testing.assert_close(vectors, torch.cat([output, *deep], 1), atol=1e-4, rtol=1e-4)
     for layer in [*reference.blocks, *tower.layers]:
         layer._forward_hooks.clear()
 

@@ -56,6 +56,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "rope_parameters": PLAIN},
         VISION | {"window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 1},
     ),
+    "HyperCLOVAXVisionV2": (
+        {"model_type": "hyperclovax", "head_dim": 16, "rope_parameters": PLAIN, "logits_scaling": 0.5}
+        | {"embedding_multiplier": 2.0, "hidden_size": 48, "attention_multiplier": 0.2},
+        VISION | {"model_type": "qwen2_5_vl_vision", "window_size": 16, "fullatt_block_indexes": [1]},
+    ),
     "Qwen3VL": (_QWEN3, _QWEN3_VISION),
     "Qwen3VLMoe": (_QWEN3 | _EXPERTS, _QWEN3_VISION),
     "Qwen3_5": (_DELTA, VISION | {"num_position_embeddings": 25}),

@@ -60,7 +60,7 @@ _IGNORED = re.compile(
     r"|^(thinker\.)?(model\.)?(vision_tower|vision_model|visual|audio_tower|vpm|resampler|merger|connector|mlp1)\."
     r"|^(thinker\.)?(model\.)?(multi_modal_projector|mm_projector|vit_large_projector|projector|mlp_AR)\."
     r"|^(talker|token2wav|code2wav)\.|visual_embeddings_table\.|\.audio_bos_eos_token\."
-    r"|^(thinker\.)?(model\.)?(vision_encoder|vision_projection)\."
+    r"|^(thinker\.)?(model\.)?(vision_encoder|vision_projection|vision_projector)\."
     r"|^(thinker\.)?(model\.)?image_newline$|^model\.embed_tokens_extend\.|\.lora_[AB]\."
     r"|\.(q_scale|prob_scale|input_scale(_ub|_2)?|input_global_scale|activation_scale|input_zero_point|weight_zero_point|weight_format|g_idx)$"
     r"|\.weight_shape$"
@@ -335,6 +335,7 @@ def stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
         return name
     body, _, rest = name.partition(".")
     inner = [f"{body}.{part}.{rest}" for part in ("language_model", "text_model")]
+    inner.append(f"model.language_model.{name}")
     known = [name, rest, *inner, f"language_model.{name}", f"language_model.{body}.{name}", f"llm.{name}"]
     known += [f"{part}.{tail}" for part in ("thinker", "vlm", "vlm.language_model") for tail in (name, rest)]
     layer, _, kind = name.rpartition(".")

@@ -61,12 +61,15 @@ class GridFacts:
     """Whether queries and keys have a norm per head."""
     kv_heads: int = 0
     """Number of key/value heads; 0: as many as query heads."""
+    merged: int = 0
+    """Output size of the merger, if a projection to the decoder's size follows it; 0: there is none."""
 
     @property
     def num_weights(self) -> int:
         """Return the approximate number of parameters."""
         first = self.hidden * (self.channels * self.frames * self.patch**2 + self.positions**2)
-        wide, size = self.merge**2 * self.hidden, self.size_out
+        wide, size = self.merge**2 * self.hidden, self.merged or self.size_out
+        first += self.merged * self.size_out
         if self.merger:
             merger = size * (wide + size + 3 * self.merger)
             return first + merger + stack_weights(self.depth, self.hidden, self.intermediate, 3)
@@ -117,6 +120,21 @@ def exaone45(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     )
     text = decoder_part(keys, "Exaone4ForCausalLM", {})
     return text, MediaFacts("exaone4_5", ("image", "video"), grid)
+
+
+def hyperclovax(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """Read HyperCLOVA X SEED Think: the encoder of Qwen2.5-VL, a projection, and plain positions."""
+    vision, text = part(keys, "vision_config"), decoder_part(keys, "HyperCLOVAXForCausalLM", {})
+    grid = _read_grid(
+        keys,
+        marks=_HYPERCLOVAX_MARKS,
+        channels=_channels(vision),
+        window=vision.size("window_size", 112),
+        far=_read_layer_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        merged=vision.size("out_hidden_size", 3584),
+        size_out=text.size("hidden_size"),
+    )
+    return text, MediaFacts("hyperclovax", ("image", "video"), grid)
 
 
 def _channels(vision: ConfigReader) -> int:
@@ -214,6 +232,10 @@ _MARKS = {
     "video_end_id": ("vision_end_token_id", 151653),
 }
 _EXAONE_MARKS = _MARKS | {"image_id": ("image_token_id", 67), "video_id": ("video_token_id", 68)}
+_HYPERCLOVAX_MARKS = _MARKS | {
+    "image_id": ("image_token_id", 128060),
+    "video_id": ("video_token_id", 128061),
+}
 _GLM_MARKS = {
     "image_id": ("image_token_id", 151343),
     "video_id": ("video_token_id", 151344),
