@@ -229,8 +229,8 @@ def test_audio_in_a_conversation(twin: Twin, llm: LLM) -> None:
 )
 @torch.inference_mode()
 def test_long_audio_is_split_into_windows(save: Any, mark: str, most: int, tmp_path: Path) -> None:
-    """Covers audio for Audio Flamingo and GLM-ASR: less than a window, several windows, a last window that is too short,
-    and truncation."""
+    """Covers audio for Audio Flamingo and GLM-ASR: less than a window, several windows, a last window that is
+    too short, and truncation."""
     twin = Twin(tmp_path, save)
     sounds = [sound(count, seed) for seed, count in enumerate((1000, 80000, 64100, 200000))]
     inputs = [

@@ -225,8 +225,8 @@ def test_image_embeddings_equal_transformers(twin: Twin) -> None:
 
 
 def test_answers_equal_transformers(twin: Twin) -> None:
-    """Covers one item, several, images and audio, and none: at once, in chunks that end within items, with the
-    prefix cache, and with preemptions."""
+    """Covers one item, several, images and audio, and none: at once, in chunks that end within items, with
+    the prefix cache, and with preemptions."""
     expected = [twin.generate_reference(*content) for content in CONTENTS]
     requests: list[Any] = []
     for text, items in CONTENTS:

@@ -148,8 +148,8 @@ def test_embeddings_equal_transformers(twin: Twin) -> None:
 
 @torch.inference_mode()
 def test_outputs_of_several_layers_are_joined(tmp_path: Path) -> None:
-    """Granite Speech Plus: the input of the first layer, the layer in the middle, which gets the classes of its
-    states, and the last one."""
+    """Granite Speech Plus: the input of the first layer, the layer in the middle, which gets the classes of
+    its states, and the last one."""
     twin = Twin(tmp_path, "GraniteSpeechPlus", joined=(0, 2))
     embeddings = load_tower(tmp_path).encode("audio", [{"mel": twin.mel(count)} for count in LENGTHS])
     for embedding, count in zip(embeddings, LENGTHS, strict=True):

@@ -68,8 +68,8 @@ _IGNORED = re.compile(
     r"|\.(compute_dtype|offload_meta|encoded_state_dict|stores_quant_config|optimize|round_zero)$"
 )
 """Weights that may be ignored: RoPE frequencies, the causal masks of GPT-2 and GPT-NeoX, MTP layers,
-multimodal encoders, adapters, input scales where inputs are not quantized, zero points of symmetric weights, and
-metadata of packed weights."""
+multimodal encoders, adapters, input scales where inputs are not quantized, zero points of symmetric weights,
+and metadata of packed weights."""
 
 _SMALL_BYTES = 1 << 16
 

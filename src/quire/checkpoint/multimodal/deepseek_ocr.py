@@ -1,5 +1,5 @@
-"""DeepSeek-OCR: a SAM encoder whose outputs are the patches of a second encoder, and a DeepSeek decoder without
-latent attention. The second encoder is CLIP, or Qwen 2 with learned queries in the second version."""
+"""DeepSeek-OCR: a SAM encoder, a second encoder over its outputs, and a DeepSeek decoder without latent
+attention. The second encoder is CLIP or, in the second version, Qwen 2 with learned queries."""
 
 from dataclasses import dataclass
 

@@ -49,7 +49,8 @@ class Phi4AudioFacts:
     @property
     def num_bins(self) -> int:
         """Return the number of mel bins after the convolutions."""
-        return -(-self.mels // 2**self.halvings)
+        factor: int = 2**self.halvings
+        return -(-self.mels // factor)
 
     @property
     def num_weights(self) -> int:
@@ -112,8 +113,9 @@ def phi4(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     warn_once(
         logger,
         "This model has LoRA adapters for images and for audio, which are not applied by themselves: serve it"
-        " with --enable-lora --max-lora-rank 320 --lora-modules vision=MODEL/vision-lora"
-        " speech=MODEL/speech-lora, and name one of them as the model in requests with images or audio",
+        " with --enable-lora --max-lora-rank 320 --lora-modules vision=FOLDER/vision-lora"
+        " speech=FOLDER/speech-lora, where FOLDER is that of the checkpoint, and name one of them as the"
+        " model in requests with images or audio",
     )
     return text, MediaFacts("phi4", ("image", "audio"), facts)
 

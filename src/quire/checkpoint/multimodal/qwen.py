@@ -1,4 +1,5 @@
-"""Qwen2-VL to Qwen3.5, EXAONE 4.5, GLM-4.1V, 4.5V and GLM-OCR: encoders over a grid of patches for images and videos."""
+"""Qwen2-VL to Qwen3.5, EXAONE 4.5, HyperCLOVA X, GLM-4.1V, 4.5V and GLM-OCR: encoders over a grid of patches
+for images and videos."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

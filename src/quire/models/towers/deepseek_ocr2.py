@@ -94,8 +94,8 @@ class QueryEncoder(nn.Module):
 
 
 class DeepseekOCR2(Tower):
-    """Encoder of DeepSeek-OCR 2: `pixels` is the whole image, [3, side, side], and `tiles` its tiles if it has
-    any, [rows, columns, 3, side, side]. The tiles come first, then the whole image and a separator."""
+    """Encoder of DeepSeek-OCR 2: `pixels` is the whole image, [3, side, side], and `tiles` its tiles if it
+    has any, [rows, columns, 3, side, side]. The tiles come first, then the whole image and a separator."""
 
     facts: DeepseekOCR2Facts
 

@@ -212,7 +212,7 @@ class VisionEncoder(nn.Module):
 
 
 class Gemma3nTower(Tower):
-    """Gemma 3n encoders. `pixels` of an image is [3, side, side]; `mel` of an audio item is [frames, mels]."""
+    """Gemma 3n encoders. `pixels` of an image is [3, side, side], `mel` of an audio item [frames, mels]."""
 
     facts: Gemma3nFacts
 

@@ -17,11 +17,11 @@ INVERTED = {
     2: [(5, 5, 6), *[(5, 0, 4)] * 7, (0, 0, 1)],
     3: [(5, 5, 6)],
 }
-"""The inverted residual blocks at the start of stages 1 to 3: size of the kernel before the expansion, size of
-the kernel within it (0: there is none), and expansion factor."""
+"""The inverted residual blocks at the start of stages 1 to 3: size of the kernel before the expansion, size
+of the kernel within it (0: there is none), and expansion factor."""
 ATTENTION = {2: (14, 12, 64, 2), 3: (19, 16, 96, 1)}
-"""Attention blocks of stages 2 and 3, each followed by an inverted residual block: number of blocks, number of
-query heads, head size, and stride of keys and values."""
+"""Attention blocks of stages 2 and 3, each followed by an inverted residual block: number of blocks, number
+of query heads, head size, and stride of keys and values."""
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class EdgeResidual(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Depthwise convolution, product that widens, depthwise convolution, product that narrows. A kernel size of
-    0 leaves a depthwise convolution out."""
+    """Depthwise convolution, product that widens, depthwise convolution, product that narrows. A kernel size
+    of 0 leaves a depthwise convolution out."""
 
     def __init__(
         self,
@@ -170,7 +170,9 @@ class MobileNet(nn.Module):
         )
         edges = [(stem, first, 2), (first, first, 1), (first, first, 1)]
         blocks = scope / "blocks"
-        stages = [[EdgeResidual(*sizes, blocks / 0 / i) for i, sizes in enumerate(edges)]]
+        stages: list[list[nn.Module]] = [
+            [EdgeResidual(*sizes, blocks / 0 / i) for i, sizes in enumerate(edges)]
+        ]
         for number, (size_in, size) in enumerate(zip((first, *widths), widths, strict=False), 1):
             stages.append(self._stage(number, size_in, size, blocks / number))
         self.stages = nn.ModuleList(starmap(nn.Sequential, stages))

@@ -41,7 +41,7 @@ class TiledViT(nn.Module):
         self.places = Learned(embeddings / "position_embedding" / "weight", facts.tokens, facts.hidden)
         self.layers = vision_layers(facts, depth, scope / "encoder" / "layers")
         for layer in self.layers:
-            layer.attention.attend = attend_to_valid  # type: ignore[union-attr, assignment]
+            layer.attention.attend = attend_to_valid  # type: ignore[union-attr]
 
     def forward(self, pixels: Tensor, filled: Sequence[tuple[int, int]]) -> Tensor:
         """Encode squares [N, 3, side, side] to [N, side, side, hidden] of patches; `filled` has the numbers
@@ -223,9 +223,9 @@ class AudioEncoder(nn.Module):
         count = len(x)
         size = min(count, _LONGEST)
         x = F.pad(x, (0, 0, 0, -count % size))
-        bias = self._bias(size)
+        places = self._bias(size)
         for layer in self.layers:
-            x = layer(x, bias)
+            x = layer(x, places)
         return x[:count]
 
     def _bias(self, count: int) -> Tensor:

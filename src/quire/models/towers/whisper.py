@@ -150,8 +150,8 @@ class QwenAudio(Tower):
 
 
 class GlmAsr(QwenAudio):
-    """GLM-ASR encoder. The encoder reads whole inputs, with silence after the audio; `count` of an item is the
-    number of vectors to keep."""
+    """GLM-ASR encoder. The encoder reads whole inputs, with silence after the audio; `count` of an item is
+    the number of vectors to keep."""
 
     norm_name = "norm"
 

@@ -28,12 +28,12 @@ class DeepseekOCRProcessor(ImageProcessor):
     facts: Any
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        side = facts.tower.sam.image
+        side: int = facts.tower.sam.image
         size = {"height": side, "width": side}
         image_id = token_of(tokenizer, "<image>")
         super().__init__(path, facts, tokenizer, image_id=image_id, tile_size=self.default_tile, size=size)
         stored = self.settings.get("size")
-        self.side = max(stored.values()) if isinstance(stored, dict) else side
+        self.side: int = max(stored.values()) if isinstance(stored, dict) else side
         self.tile = self.settings.size("tile_size")
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
@@ -63,7 +63,8 @@ class DeepseekOCRProcessor(ImageProcessor):
     def count(self, grid: Size, side: int) -> int:
         """Return the number of embeddings of an image with this grid of tiles (rows, columns). `side` is that
         of the whole image."""
-        whole, tile = self.facts.side(side), self.facts.side(self.tile)
+        whole: int = self.facts.side(side)
+        tile: int = self.facts.side(self.tile)
         return grid[0] * tile * (grid[1] * tile + 1) * (grid[0] > 0) + whole * (whole + 1) + 1
 
     def max_vectors(self, modality: str) -> int:

@@ -38,8 +38,8 @@ _AUDIO_ARGUMENTS = ("truncation",)
 
 
 class Gemma3nProcessor(ImageProcessor):
-    """Processor of Gemma 3n images and audio. The placeholder in prompts is the image or audio token; newlines
-    around the span merge with the text's."""
+    """Processor of Gemma 3n images and audio. The placeholder in prompts is the image or audio token;
+    newlines around the span merge with the text's."""
 
     resample = Image.Resampling.BILINEAR
     facts: Gemma3nFacts

@@ -93,7 +93,8 @@ class Phi4Processor(ImageProcessor):
 
     def _num_states(self, frames: int) -> int:
         """Return the number of embeddings of audio with this number of spectrogram frames."""
-        return -(-frames // 2**self.facts.sound.halvings)
+        factor: int = 2**self.facts.sound.halvings
+        return -(-frames // factor)
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
         vit = self.facts.vit
