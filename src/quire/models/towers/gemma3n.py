@@ -160,7 +160,7 @@ class Embedder(nn.Module):
         return unit_norm(self.product(normed), self.facts.norm_eps).split(1)
 
 
-class AudioEncoder(nn.Module):
+class Gemma3nAudioEncoder(nn.Module):
     """Audio encoder. Every item has a fixed number of vectors: shorter items are padded with a padding
     embedding, and an end embedding follows."""
 
@@ -194,7 +194,7 @@ class AudioEncoder(nn.Module):
         return [torch.cat((x, padding.expand(facts.tokens - len(x), -1), end)) for x in encoded]
 
 
-class VisionEncoder(nn.Module):
+class Gemma3nVisionEncoder(nn.Module):
     """Vision encoder; an end embedding follows the vectors of an image."""
 
     def __init__(self, facts: Gemma3nVisionFacts, scope: Scope) -> None:
@@ -219,8 +219,8 @@ class Gemma3nTower(Tower):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
         vision, sound, scope = self.facts.vision, self.facts.sound, scope / "model"
-        self.vision = None if vision is None else VisionEncoder(vision, scope)
-        self.audio = None if sound is None else AudioEncoder(sound, scope)
+        self.vision = None if vision is None else Gemma3nVisionEncoder(vision, scope)
+        self.audio = None if sound is None else Gemma3nAudioEncoder(sound, scope)
 
     @staticmethod
     def heads(facts: Gemma3nFacts) -> tuple[int, ...]:

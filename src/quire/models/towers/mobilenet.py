@@ -31,7 +31,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return (scaled * weight.float()[:, None, None]).to(x.dtype)
 
 
-class Convolution(nn.Module):
+class PaddedConvolution(nn.Module):
     """Convolution, whose padding keeps the number of rows and columns apart from the stride, then an optional
     norm, then an optional GELU."""
 
@@ -71,8 +71,10 @@ class EdgeResidual(nn.Module):
         super().__init__()
         wide = 4 * size_in
         first, last = (wide, size_in, 3), (size, wide, 1)
-        self.widen = Convolution(first, scope / "conv_exp", scope / "bn1", stride=stride, is_active=True)
-        self.narrow = Convolution(last, scope / "conv_pwl", scope / "bn2")
+        self.widen = PaddedConvolution(
+            first, scope / "conv_exp", scope / "bn1", stride=stride, is_active=True
+        )
+        self.narrow = PaddedConvolution(last, scope / "conv_pwl", scope / "bn2")
         self.is_residual = stride == 1
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ class InvertedResidual(nn.Module):
         ]
         self.parts = nn.Sequential(
             *(
-                Convolution(
+                PaddedConvolution(
                     shape, scope / name / "conv", scope / name / "bn", stride=step, is_active=is_active
                 )
                 for name, shape, step, is_active in parts
@@ -130,19 +132,19 @@ class MultiQueryAttention(nn.Module):
         self.heads, inner = heads, scope / "attn"
         self.norm = Learned(scope / "norm" / "weight", size)
         self.scale = Learned(scope / "layer_scale" / "gamma", size)
-        self.query = Convolution((heads * head_dim, size, 1), inner / "query" / "proj")
+        self.query = PaddedConvolution((heads * head_dim, size, 1), inner / "query" / "proj")
         self.key, self.value = (
             self._reduced(size, head_dim, stride, inner / name) for name in ("key", "value")
         )
-        self.out = Convolution((size, heads * head_dim, 1), inner / "output" / "proj")
+        self.out = PaddedConvolution((size, heads * head_dim, 1), inner / "output" / "proj")
 
     @staticmethod
     def _reduced(size: int, head_dim: int, stride: int, scope: Scope) -> nn.Sequential:
-        product = Convolution((head_dim, size, 1), scope / "proj")
+        product = PaddedConvolution((head_dim, size, 1), scope / "proj")
         if stride == 1:
             return nn.Sequential(product)
         return nn.Sequential(
-            Convolution((size, 1, 3), scope / "down_conv", scope / "norm", stride=stride), product
+            PaddedConvolution((size, 1, 3), scope / "down_conv", scope / "norm", stride=stride), product
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ class MobileNet(nn.Module):
         inner = scope / "conv_stem"
         has_bias = scope.is_stored(f"{inner.name}.conv.bias")
         self.side = facts.side
-        self.first = Convolution(
+        self.first = PaddedConvolution(
             (stem, 3, 3), inner / "conv", inner / "bn", stride=2, is_active=True, bias=has_bias
         )
         edges = [(stem, first, 2), (first, first, 1), (first, first, 1)]

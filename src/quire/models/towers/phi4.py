@@ -62,7 +62,7 @@ class TiledViT(nn.Module):
         return flat.view(len(x), side, side, -1)
 
 
-class ImageEncoder(nn.Module):
+class Phi4ImageEncoder(nn.Module):
     """Encoder of images: pairs of rows and columns of patches are averaged, and each row ends with a
     separator."""
 
@@ -110,7 +110,7 @@ class ImageEncoder(nn.Module):
         return torch.cat((grid, ends), 1).flatten(0, 1)
 
 
-class HalfStep(nn.Module):
+class GatedHalfStep(nn.Module):
     """Gated feed-forward block with half a residual step."""
 
     def __init__(self, facts: Phi4AudioFacts, scope: Scope, names: tuple[str, str]) -> None:
@@ -124,7 +124,7 @@ class HalfStep(nn.Module):
         return x + 0.5 * self.down(up * F.silu(gate))
 
 
-class ConvolutionBlock(nn.Module):
+class CausalConvolutionBlock(nn.Module):
     """Gated causal depthwise convolution over time, between products."""
 
     def __init__(self, facts: Phi4AudioFacts, scope: Scope) -> None:
@@ -149,7 +149,7 @@ class ConvolutionBlock(nn.Module):
         return x + self.down(F.silu(self.mix(mixed.transpose(1, 2).flatten(0, 1).contiguous())))
 
 
-class ConformerLayer(nn.Module):
+class Phi4AudioLayer(nn.Module):
     """Feed-forward, attention, convolution, feed-forward, norm."""
 
     def __init__(self, facts: Phi4AudioFacts, scope: Scope) -> None:
@@ -158,14 +158,14 @@ class ConformerLayer(nn.Module):
         is_published = scope.is_stored(f"{attention.name}.linear_q.weight")
         out, qkv = ("linear_out", "linear_{}") if is_published else ("o_proj", "{}_proj")
         names = ("net.0.linear", "net.2") if is_published else ("gate_up_proj", "down_proj")
-        self.first = HalfStep(facts, scope / "feed_forward_in", names)
+        self.first = GatedHalfStep(facts, scope / "feed_forward_in", names)
         self.norm = LayerNorm(size, _EPS, scope / "layer_norm_att")
         self.q, self.k, self.v = (
             WholeLinear(size, size, attention / qkv.format(part), bias=True) for part in "qkv"
         )
         self.out = WholeLinear(size, size, attention / out, bias=True)
-        self.near = ConvolutionBlock(facts, scope / "conv")
-        self.last = HalfStep(facts, scope / "feed_forward_out", names)
+        self.near = CausalConvolutionBlock(facts, scope / "conv")
+        self.last = GatedHalfStep(facts, scope / "feed_forward_out", names)
         self.last_norm = LayerNorm(size, _EPS, scope / "layer_norm")
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class ConformerLayer(nn.Module):
         return self.last_norm.normalize(self.last(x))
 
 
-class AudioEncoder(nn.Module):
+class Phi4AudioEncoder(nn.Module):
     """Encoder of audio: convolutions that reduce time and mel bins, then a conformer."""
 
     def __init__(self, facts: Phi4AudioFacts, scope: Scope) -> None:
@@ -193,15 +193,14 @@ class AudioEncoder(nn.Module):
         width, convolutions = facts.channels, first / "conv"
         self.convolutions = nn.ModuleList()
         for i in range(facts.halvings):
-            place, kernel = (convolutions / max(3 * i - 1, 0)), (width, 1, 3, 3)
-            self._add(place, *kernel)
+            self._add(convolutions / max(3 * i - 1, 0), width, 1, 3, 3)
             if i:
                 self._add(convolutions / (3 * i), width, width, 1, 1)
         self.flat = WholeLinear(width * facts.num_bins, facts.hidden, first / "out", bias=True)
         places = scope / "relative_attention_bias_layer" / "bias_values" / "weight"
         self.places = Learned(places, 2 * facts.distance, facts.heads)
         self.layers = nn.ModuleList(
-            ConformerLayer(facts, scope / "encoders" / i) for i in range(facts.layers)
+            Phi4AudioLayer(facts, scope / "encoders" / i) for i in range(facts.layers)
         )
 
     def _add(self, scope: Scope, *shape: int) -> None:
@@ -246,8 +245,8 @@ class Phi4(Tower):
         super().__init__(facts, scope)
         tower, scope = self.facts, scope / "model" / "embed_tokens_extend"
         sound = scope / "audio_embed"
-        self.image = ImageEncoder(tower, scope / "image_embed")
-        self.audio = AudioEncoder(tower.sound, sound / "encoder")
+        self.image = Phi4ImageEncoder(tower, scope / "image_embed")
+        self.audio = Phi4AudioEncoder(tower.sound, sound / "encoder")
         is_published = sound.is_stored(f"{sound.name}.audio_projection.speech.0.weight")
         names = {"": ("up_proj_for_speech", "down_proj_for_speech")}
         names["beside_image"] = ("up_proj_for_vision_speech", "down_proj_for_vision_speech")
