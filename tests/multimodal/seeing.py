@@ -264,6 +264,35 @@ def _llava_next(**kwargs: Any) -> tuple[str, Any, Any, str]:
     return "LlavaNextForConditionalGeneration", config, processor, "<image>"
 
 
+def _llava_next_video() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    _, config, parts, _ = _llava_next()
+    tokenizer = make_tokenizer(["<image>", "<video>"])
+
+    class Processor(hf.LlavaNextVideoProcessor):
+        def check_argument_for_proper_class(self, *_: Any) -> None:
+            """Accept any class: the video processor needs torchvision."""
+
+    Processor.__name__ = "LlavaNextVideoProcessor"
+    processor = Processor(
+        image_processor=parts.image_processor,
+        tokenizer=tokenizer,
+        patch_size=7,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
+    config = hf.LlavaNextVideoConfig(
+        vision_config=config.vision_config,
+        text_config=config.text_config,
+        image_grid_pinpoints=config.image_grid_pinpoints,
+        image_token_index=image,
+        video_token_index=video,
+    )
+    return "LlavaNextVideoForConditionalGeneration", config, processor, "<image>"
+
+
 def _granite_vision() -> tuple[str, Any, Any, str]:
     """Build a model with the hidden states of several encoder layers, scaled embeddings, and images among
     them."""
@@ -401,6 +430,7 @@ FAMILIES = {
     "llama4": _llama4,
     "idefics3": _idefics3,
     "llava_next": _llava_next,
+    "llava_next_video": _llava_next_video,
     "granite_vision": _granite_vision,
     "llava_onevision": _llava_onevision,
     **MORE,
