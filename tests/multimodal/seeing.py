@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from finished import finished
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from seeing_deepseek import DEEPSEEK
 from seeing_deepseek2 import DEEPSEEK2
 from seeing_gemma4 import GEMMA4
@@ -156,6 +157,37 @@ def _internvl() -> tuple[str, Any, Any, str]:
         image_seq_length=4,
     )
     return "InternVLForConditionalGeneration", config, processor, "<IMG_CONTEXT>"
+
+
+def _qianfan_ocr() -> tuple[Any, Any, Any, str]:
+    """Build a model that is stored as published, while transformers writes `encoder.layers` for the decoder's
+    layers, too."""
+    import transformers as hf
+
+    def build(config: Any) -> Any:
+        model = hf.QianfanOCRForConditionalGeneration(config)
+        save = model.save_pretrained
+
+        def save_as_published(path: Path) -> None:
+            save(path)
+            tensors = load_file(path / "model.safetensors")
+            names = {name: name.replace("model.model.encoder.", "model.model.") for name in tensors}
+            save_file({names[name]: tensor for name, tensor in tensors.items()}, path / "model.safetensors")
+
+        model.save_pretrained = save_as_published
+        return model
+
+    _, like, parts, _ = _internvl()
+    tokenizer = parts.tokenizer
+    processor = hf.QianfanOCRProcessor(parts.image_processor, tokenizer, image_seq_length=4)
+    vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
+    config = hf.QianfanOCRConfig(
+        vision_config=vision,
+        text_config=hf.Qwen3Config(**STRONG, head_dim=16),
+        image_token_id=like.image_token_id,
+        image_seq_length=4,
+    )
+    return build, config, processor, "<image>"
 
 
 def _pixtral_parts(merge: int) -> tuple[Any, Any]:
@@ -423,6 +455,7 @@ FAMILIES = {
     "llava": _llava,
     "gemma3": _gemma3,
     "internvl": _internvl,
+    "qianfan_ocr": _qianfan_ocr,
     "pixtral": _pixtral,
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,

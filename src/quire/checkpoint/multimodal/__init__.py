@@ -96,6 +96,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "PaliGemmaForConditionalGeneration": paligemma.paligemma,
     "Phi4MMForCausalLM": phi4.phi4,
     "Phi4MultimodalForCausalLM": phi4.phi4,
+    "QianfanOCRForConditionalGeneration": intern.qianfan_ocr,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
     "Step3VLForConditionalGeneration": step3.step3,
     "Step3p7ForConditionalGeneration": step3.step37,
