@@ -61,6 +61,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"embedding_multiplier": 2.0, "hidden_size": 48, "attention_multiplier": 0.2},
         VISION | {"model_type": "qwen2_5_vl_vision", "window_size": 16, "fullatt_block_indexes": [1]},
     ),
+    "Lfm3Vl": (
+        {"model_type": "lfm3", "layer_types": ["conv", "full_attention", "conv"], "head_dim": 16}
+        | {"rope_parameters": {"full_attention": PLAIN}},
+        {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
+        | {"layer_types": ["conv", "full_attention", "conv"]},
+    ),
     "Qwen3VL": (_QWEN3, _QWEN3_VISION),
     "Qwen3VLMoe": (_QWEN3 | _EXPERTS, _QWEN3_VISION),
     "Qwen3_5": (_DELTA, VISION | {"num_position_embeddings": 25}),

@@ -162,7 +162,7 @@ class GridProcessor:
 
 
 class PlainGridProcessor(GridProcessor):
-    """Processor of EXAONE 4.5 and HyperCLOVA X, whose decoders have plain positions."""
+    """Processor of EXAONE 4.5, HyperCLOVA X and LFM3-VL, whose decoders have plain positions."""
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
