@@ -94,10 +94,8 @@ def lfm3_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     activation = str(keys.get("projector_hidden_act") or "gelu")
     if activation not in ACTIVATIONS:
         raise keys.wrong("projector_hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-    marks = {
-        "start_id": token_id(keys, "vision_start_token_id", default=125009),
-        "end_id": token_id(keys, "vision_end_token_id", default=125010),
-    }
+    start_id = token_id(keys, "vision_start_token_id", default=125009)
+    end_id = token_id(keys, "vision_end_token_id", default=125010)
     grid = Lfm3VLFacts(
         depth=depth,
         hidden=vision.size("hidden_size", 1024),
@@ -113,9 +111,10 @@ def lfm3_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         norm_eps=vision.number("norm_eps", 1e-5),
         image_id=token_id(keys, "image_token_id", default=125030),
         video_id=token_id(keys, "video_token_id", default=125029),
-        **marks,
-        video_start_id=marks["start_id"],
-        video_end_id=marks["end_id"],
+        start_id=start_id,
+        end_id=end_id,
+        video_start_id=start_id,
+        video_end_id=end_id,
         times="before",
         attends=tuple(kind == "full_attention" for kind in kinds),
         kernel=vision.size("conv_kernel_size", 3),
