@@ -16,6 +16,7 @@ from tiny_engine import check_answers, load_tower, open_llm
 from tiny_mobilenet import FACTOR, FACTS, HIDDEN, SIDE, TOKENS, make, squares
 from tiny_seeing import STRONG, make_tokenizer, picture
 
+from quire import SamplingParams
 from quire.checkpoint import weights
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError, RequestError
@@ -236,3 +237,15 @@ def test_answers_equal_transformers(twin: Twin) -> None:
         requests.append({"prompt": text, "multi_modal_data": data} if data else text)
     llm = open_llm(twin.path, max_model_len=256, max_num_batched_tokens=16, max_logprobs=-1)
     check_answers(llm, requests, expected, at=(1, 3, 6))
+
+
+def test_encoders_run_in_bfloat16(twin: Twin) -> None:
+    """The inputs of the encoders are in float32, whatever the dtype of the weights."""
+    llm = open_llm(twin.path, dtype="bfloat16", max_model_len=256)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    request = {
+        "prompt": "<image>with\n<audio>",
+        "multi_modal_data": {"image": picture(200, 31), "audio": sound(1000)},
+    }
+    (output,) = llm.generate([request], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == COUNT

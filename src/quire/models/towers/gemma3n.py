@@ -34,7 +34,9 @@ class SubsampleConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convert [size_in, frames, bins] to [size_out, frames / 2, bins / 2]."""
-        convolved = F.conv2d(F.pad(x, (1, 1, 0, 2))[None], self.weight.vectors, stride=2)[0]
+        weight = self.weight.vectors
+        x = x.to(weight.dtype)
+        convolved = F.conv2d(F.pad(x, (1, 1, 0, 2))[None], weight, stride=2)[0]
         wide = convolved.float().permute(1, 2, 0)
         count = torch.arange(1, len(wide) + 1, device=x.device)[:, None, None] * wide[0].numel()
         mean = wide.sum((1, 2), keepdim=True).cumsum(0) / count
