@@ -29,6 +29,7 @@ GROUPS = {
     "mla": "Latent attention (MLA)",
     "linear_attention": "Linear attention",
     "lfm": "Short convolutions",
+    "reshaped": "Llama with other layers",
     "ssm": "State-space and hybrid decoders",
     "encoder": "Encoders",
 }
@@ -41,8 +42,10 @@ Made by `python tests/arch/models_page.py > docs/models.md` out of the tables of
 Every architecture runs on a CPU and on a GPU, from safetensors (or pytorch_model.bin), and from GGUF where
 a name of llama.cpp stands in the last column. Each is compared with transformers in float32, logit by logit:
 `tests/models/test_parity.py`, `tests/engine/test_parity.py`, `tests/models/test_encoders.py`; on a GPU, where
-decodes are captured graphs, by `pytest -m gpu tests/gpu/test_families.py`. Step3 (`step3_text`) is not in
-transformers: it is checked against a plain reference in torch (`tests/models/step_twin.py`).
+decodes are captured graphs, by `pytest -m gpu tests/gpu/test_families.py`. Some are not in transformers:
+Step3 (`step3_text`) is checked against a plain reference in torch (`tests/models/step_twin.py`); DeciLM,
+Ouro, PLaMo 3, TeleChat 2 and TeleFLM against transformers' Llama and Gemma 3, changed as in vLLM
+(`tests/models/reshaped_twins.py`).
 
 On a CPU a decode is a *tape*: one call into C for the whole step, or else *calls*, one for each operation. An
 encoder has no decodes.

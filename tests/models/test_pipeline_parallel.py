@@ -18,7 +18,13 @@ from quire.models.decoder import Decoder
 
 PROMPTS = [[5, 9, 30, 31, 32, 2, 8], [7, 8, 11]]
 STEPS = [[4, 0], [2, 3], [1, 0]]
-SHARING = "Gemma3nForCausalLM", "Gemma4ForCausalLM", "LongcatFlashForCausalLM", "Zamba2ForCausalLM"
+SHARING = (
+    "Gemma3nForCausalLM",
+    "Gemma4ForCausalLM",
+    "LongcatFlashForCausalLM",
+    "OuroForCausalLM",
+    "Zamba2ForCausalLM",
+)
 """Models whose layers share keys and values, or weights, between stages."""
 BY_CLASS = {
     MODELS[name]: name

@@ -167,6 +167,18 @@ def test_models_with_transformers_cache(kind: str, tmp_path: Path, warnings: Cal
     assert llm.llm_engine.core.scheduler.num_preemptions >= 2
 
 
+@pytest.mark.parametrize("kind", ["data2vec-text", "roberta"])
+def test_positions_that_follow_from_padding(kind: str, tmp_path: Path) -> None:
+    """Check decoders whose code has another file name than their folder, and that count positions from the
+    padding token."""
+    path, hf_model = make(kind, tmp_path, is_decoder=True, pad_token_id=0, intermediate_size=96)
+    llm = open_tiny(
+        path, runner="generate", max_num_seqs=3, max_num_batched_tokens=11, model_impl="transformers"
+    )
+    assert llm.llm_engine.config.checkpoint.facts.architecture == OWN_CACHE
+    check_against(hf_model, generate(llm, prompts_of(17, 9, 5), count=4))
+
+
 def test_any_model_can_have_transformers_cache(tmp_path: Path) -> None:
     path, hf_model = make("stablelm", tmp_path, **GROUPED)
     llm = open_tiny(path, model_impl=IMPL_OWN_CACHE, enable_prefix_caching=True)

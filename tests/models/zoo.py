@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import reshaped_twins
 import twins
 from step_twin import step3, step35
 
@@ -350,6 +351,35 @@ ZOO: dict[str, Specimen] = {
             "mup_width_scale": 0.5,
         },
         twin=twins.jais,
+        alike=True,
+    ),
+    "DeciLMForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": None,
+            "block_configs": [
+                {"attention": {"no_op": True}, "ffn": {"intermediate_size": 48}},
+                {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.5}},
+                {"attention": {"n_heads_in_group": 4, "no_op": False}, "ffn": {"no_op": True}},
+                {"attention": {"n_heads_in_group": 1}, "ffn": {"ffn_mult": 0.5, "no_op": False}},
+            ],
+        },
+        twin=reshaped_twins.decilm,
+    ),
+    "OuroForCausalLM": Specimen(rope("default") | {"total_ut_steps": 3}, twin=reshaped_twins.ouro),
+    "Plamo3ForCausalLM": Specimen(
+        TIED | {"window_size": 7, "sliding_window_pattern": 2, "rope_theta": 5e4, "rope_local_theta": 1e4},
+        twin=reshaped_twins.plamo3,
+    ),
+    "TeleChat2ForCausalLM": Specimen(
+        {"n_layer": 2, "n_head": 4, "ffn_hidden_size": 96, "layer_norm_epsilon": 1e-5},
+        {"mha": {"num_key_value_heads": 4}},
+        reshaped_twins.telechat2,
+        alike=True,
+    ),
+    "TeleFLMForCausalLM": Specimen(
+        {"use_mup": True, "input_mult": 3.0, "output_mult": 2.0, "mup_scale_factor": 8.0},
+        twin=reshaped_twins.teleflm,
         alike=True,
     ),
     "Jais2ForCausalLM": Specimen(variants={"unbiased": {"attention_bias": False, "mlp_bias": False}}),

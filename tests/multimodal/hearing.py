@@ -69,6 +69,32 @@ def save_flamingo(path: Path) -> tuple[Any, Any]:
     return _saved(path, "AudioFlamingo3ForConditionalGeneration", config, processor), processor
 
 
+def save_glm_asr(path: Path) -> tuple[Any, Any]:
+    """Save GLM-ASR for audio of three windows, and return the model and the processor."""
+    import transformers as hf
+
+    tokenizer = make_tokenizer(["<|pad|>", "<pad>"])
+    tokenizer.pad_token = "<pad>"
+    features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
+    processor = hf.GlmAsrProcessor(features, tokenizer, max_audio_len=3 * SECONDS)
+    config = hf.GlmAsrConfig(
+        audio_config={
+            "model_type": "glmasr_encoder",
+            "num_mel_bins": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "hidden_size": 32,
+            "max_position_embeddings": SECONDS * 50,
+            "initializer_range": 0.2,
+        },
+        text_config=hf.LlamaConfig(**TEXT, initializer_range=0.2).to_dict(),
+        audio_token_id=processor.audio_token_id,
+        tie_word_embeddings=False,
+    )
+    return _saved(path, "GlmAsrForConditionalGeneration", config, processor), processor
+
+
 def save_qwen3_asr(path: Path) -> tuple[Any, Any]:
     """Save Qwen3-ASR, with windows of four chunks, and return the model and the processor."""
     import transformers as hf

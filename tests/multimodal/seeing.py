@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from finished import finished
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from seeing_deepseek import DEEPSEEK
+from seeing_deepseek2 import DEEPSEEK2
 from seeing_gemma4 import GEMMA4
 from seeing_latest import LATEST
 from seeing_more import MORE
+from seeing_phi4 import PHI4
 from tiny_engine import load_tower
 from tiny_seeing import STRONG, TEXT, VISION, Stand, make_tokenizer, save_tiny
 from tiny_seeing import close as close
@@ -47,7 +50,7 @@ class Twin:
         self.image_id = media.tower.image_id if image_id is None else image_id
         self.image_ids = {self.image_id, *getattr(media.tower, "mark_ids", ())}
         """Token ids that have embeddings."""
-        self.least = 20 if media.family == "lighton_ocr" else 5
+        self.least = 20 if media.family in ("lighton_ocr", "phi4") else 5
         """Smallest side of images in pixels: if long images are resized, a shorter side may have no pixels
         left."""
         if isinstance(self.processor, Stand):
@@ -156,6 +159,37 @@ def _internvl() -> tuple[str, Any, Any, str]:
     return "InternVLForConditionalGeneration", config, processor, "<IMG_CONTEXT>"
 
 
+def _qianfan_ocr() -> tuple[Any, Any, Any, str]:
+    """Build a model that is stored as published, while transformers writes `encoder.layers` for the decoder's
+    layers, too."""
+    import transformers as hf
+
+    def build(config: Any) -> Any:
+        model = hf.QianfanOCRForConditionalGeneration(config)
+        save = model.save_pretrained
+
+        def save_as_published(path: Path) -> None:
+            save(path)
+            tensors = load_file(path / "model.safetensors")
+            names = {name: name.replace("model.model.encoder.", "model.model.") for name in tensors}
+            save_file({names[name]: tensor for name, tensor in tensors.items()}, path / "model.safetensors")
+
+        model.save_pretrained = save_as_published
+        return model
+
+    _, like, parts, _ = _internvl()
+    tokenizer = parts.tokenizer
+    processor = hf.QianfanOCRProcessor(parts.image_processor, tokenizer, image_seq_length=4)
+    vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
+    config = hf.QianfanOCRConfig(
+        vision_config=vision,
+        text_config=hf.Qwen3Config(**STRONG, head_dim=16),
+        image_token_id=like.image_token_id,
+        image_seq_length=4,
+    )
+    return build, config, processor, "<image>"
+
+
 def _pixtral_parts(merge: int) -> tuple[Any, Any]:
     import transformers as hf
     from transformers.models.pixtral import image_processing_pil_pixtral as with_pillow
@@ -260,6 +294,35 @@ def _llava_next(**kwargs: Any) -> tuple[str, Any, Any, str]:
         }
     )
     return "LlavaNextForConditionalGeneration", config, processor, "<image>"
+
+
+def _llava_next_video() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    _, config, parts, _ = _llava_next()
+    tokenizer = make_tokenizer(["<image>", "<video>"])
+
+    class Processor(hf.LlavaNextVideoProcessor):
+        def check_argument_for_proper_class(self, *_: Any) -> None:
+            """Accept any class: the video processor needs torchvision."""
+
+    Processor.__name__ = "LlavaNextVideoProcessor"
+    processor = Processor(
+        image_processor=parts.image_processor,
+        tokenizer=tokenizer,
+        patch_size=7,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
+    config = hf.LlavaNextVideoConfig(
+        vision_config=config.vision_config,
+        text_config=config.text_config,
+        image_grid_pinpoints=config.image_grid_pinpoints,
+        image_token_index=image,
+        video_token_index=video,
+    )
+    return "LlavaNextVideoForConditionalGeneration", config, processor, "<image>"
 
 
 def _granite_vision() -> tuple[str, Any, Any, str]:
@@ -392,6 +455,7 @@ FAMILIES = {
     "llava": _llava,
     "gemma3": _gemma3,
     "internvl": _internvl,
+    "qianfan_ocr": _qianfan_ocr,
     "pixtral": _pixtral,
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,
@@ -399,10 +463,13 @@ FAMILIES = {
     "llama4": _llama4,
     "idefics3": _idefics3,
     "llava_next": _llava_next,
+    "llava_next_video": _llava_next_video,
     "granite_vision": _granite_vision,
     "llava_onevision": _llava_onevision,
     **MORE,
+    **PHI4,
     **LATEST,
     **GEMMA4,
     **DEEPSEEK,
+    **DEEPSEEK2,
 }

@@ -24,6 +24,7 @@ class DeepseekOCRStand(Stand):
     """The image processor of transformers for DeepSeek-OCR 2, which cuts tiles in the same way."""
 
     settings = {"size": {"height": _SIDE, "width": _SIDE}, "tile_size": _TILE, "max_patches": 5}
+    tile = _TILE
 
     def __init__(self, tokenizer: Any) -> None:
         import transformers as hf
@@ -51,16 +52,16 @@ class DeepseekOCRStand(Stand):
         assert "model.vision_model.transformer.layers.0.self_attn.qkv_proj.weight" in tensors
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
-    def _grid(self, image: Image.Image) -> tuple[int, int]:
+    def grid_of(self, image: Image.Image) -> tuple[int, int]:
         """Return the columns and rows of tiles of an image; 0 and 0 if it has none."""
-        if max(image.size) <= _TILE:
+        if max(image.size) <= self.tile:
             return 0, 0
-        columns, rows = self.grid(image.size[::-1], (_TILE, _TILE), 2, self.settings["max_patches"])
+        columns, rows = self.grid(image.size[::-1], (self.tile, self.tile), 2, self.settings["max_patches"])
         return columns, rows
 
     def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
         made = self.images([image])
-        columns, rows = self._grid(image)
+        columns, rows = self.grid_of(image)
         whole = {"pixels": np.asarray(made["pixel_values"])[0]}
         if not rows:
             return whole
@@ -70,7 +71,7 @@ class DeepseekOCRStand(Stand):
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
         made = self.images(images, return_tensors="pt")
         inputs: dict[str, Any] = {name: made[name] for name in made if name != "num_local_patches"}
-        grids = [self._grid(image) for image in images]
+        grids = [self.grid_of(image) for image in images]
         inputs["num_local_patches"] = [columns * rows for columns, rows in grids]
         inputs["patches_grid"] = [[max(columns, 1), max(rows, 1)] for columns, rows in grids]
         out, *rest = text.split("<image>")

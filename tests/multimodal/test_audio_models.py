@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 import torch
 from fake_inputs import data_url, wav
-from hearing import MARK, RATE, SECONDS, noise, save_flamingo, save_qwen_audio, save_voxtral, sound
+from finished import finished
+from hearing import (
+    MARK,
+    RATE,
+    SECONDS,
+    noise,
+    save_flamingo,
+    save_glm_asr,
+    save_qwen_audio,
+    save_voxtral,
+    sound,
+)
 from seeing import close
 from tiny_engine import load_tower, open_llm
 
@@ -213,29 +224,32 @@ def test_audio_in_a_conversation(twin: Twin, llm: LLM) -> None:
     assert answer.outputs[0].token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("save", "mark", "most"), [(save_flamingo, "<sound>", 150), (save_glm_asr, "<|pad|>", 75)]
+)
 @torch.inference_mode()
-def test_long_audio_is_split_into_windows(tmp_path: Path) -> None:
-    """Covers audio for Audio Flamingo: less than a window, several windows, a last window that is too short,
-    and truncation."""
-    twin = Twin(tmp_path, save_flamingo)
-    sounds = [sound(count, seed) for seed, count in enumerate((900, 80000, 64100, 200000))]
+def test_long_audio_is_split_into_windows(save: Any, mark: str, most: int, tmp_path: Path) -> None:
+    """Covers audio for Audio Flamingo and GLM-ASR: less than a window, several windows, a last window that is
+    too short, and truncation."""
+    twin = Twin(tmp_path, save)
+    sounds = [sound(count, seed) for seed, count in enumerate((1000, 80000, 64100, 200000))]
     inputs = [
-        twin.processor(text="so <sound>?", audio=[audio.samples], sampling_rate=RATE, return_tensors="pt")
+        twin.processor(text=f"so {mark}?", audio=[audio.samples], sampling_rate=RATE, return_tensors="pt")
         for audio in sounds
     ]
-    items = [twin.ours.process("audio", audio, {}).arrays["mel"].numbers().copy() for audio in sounds]
+    items = [finished(twin.ours.process("audio", audio, {}).arrays) for audio in sounds]
     tower = twin.tower()
-    vectors = tower.encode("audio", [{"mel": torch.from_numpy(mel)} for mel in items])
+    vectors = tower.encode("audio", items)
     for vector, model_inputs in zip(vectors, inputs, strict=True):
         features = model_inputs["input_features"], model_inputs["input_features_mask"]
         reference = twin.model.model.get_audio_features(*features).pooler_output
         torch.testing.assert_close(vector, reference, atol=1e-4, rtol=1e-4)
     numbers = sum(audio.numel() for audio in tower.parameters())
     assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
-    (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
-    assert len(blank) == 77 and len(vectors[-1]) == twin.ours.max_vectors("audio") == 150
+    (blank,) = tower.encode("audio", [tower.blank("audio", 57)])
+    assert len(blank) == 57 and len(vectors[-1]) == twin.ours.max_vectors("audio") == most
     generated = [twin.model.generate(**audio, max_new_tokens=COUNT, do_sample=False) for audio in inputs]
-    requests = [{"prompt": "so <sound>?", "multi_modal_data": {"audio": tuple(audio)}} for audio in sounds]
+    requests = [{"prompt": f"so {mark}?", "multi_modal_data": {"audio": tuple(audio)}} for audio in sounds]
     for output, whole in zip(engine(twin).generate(requests, PARAMS, use_tqdm=False), generated, strict=True):
         assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == whole[0].tolist()
 

@@ -1,5 +1,7 @@
 """Tests of Granite Speech against transformers: spectrograms, placeholders, embeddings, answers."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ class Twin:
     """A tiny checkpoint, and transformers' model. Its feature extractor needs torchaudio, so that the
     spectrogram is computed here."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str = "GraniteSpeech", joined: Sequence[int] = ()) -> None:
         import transformers as hf
 
         self.path, self.hf = path, make_tokenizer(["<|audio|>"])
@@ -37,8 +39,10 @@ class Twin:
         encoder = {"input_dim": 40, "num_layers": 4, "hidden_dim": 32, "num_heads": 2, "output_dim": 7}
         encoder |= {"context_size": 8, "max_pos_emb": 12, "conv_kernel_size": 5}
         former = {"model_type": "blip_2_qformer", "hidden_size": 24, "num_hidden_layers": 2}
-        former |= {"num_attention_heads": 2, "intermediate_size": 40, "encoder_hidden_size": 32}
-        config = hf.GraniteSpeechConfig(
+        former |= {"num_attention_heads": 2, "intermediate_size": 40}
+        former |= {"encoder_hidden_size": 32 * (1 + len(joined))}
+        encoder |= {"cat_hidden_layers": [*joined]} if joined else {}
+        config = getattr(hf, f"{kind}Config")(
             text_config=hf.GraniteConfig(**STRONG, embedding_multiplier=3.0).to_dict(),
             encoder_config=encoder,
             projector_config=former,
@@ -48,18 +52,18 @@ class Twin:
             downsample_rate=2,
             tie_word_embeddings=False,
         )
-        self.model = save_tiny(path, self._build, config, self.hf)
+        self.model = save_tiny(path, partial(self._build, kind), config, self.hf)
         self.checkpoint = read_checkpoint(path)
         media = self.checkpoint.facts.media
         assert media is not None
         self.ours = PROCESSORS[media.family](path, media, load_tokenizer(path, "hf"))
 
     @staticmethod
-    def _build(config: Any) -> Any:
+    def _build(kind: str, config: Any) -> Any:
         """Build a model whose batch norms have statistics."""
         import transformers as hf
 
-        model = hf.GraniteSpeechForConditionalGeneration(config)
+        model = getattr(hf, f"{kind}ForConditionalGeneration")(config)
         for name, tensor in model.named_buffers():
             if "running_" in name:
                 tensor.copy_(torch.rand_like(tensor) + 0.5)
@@ -140,6 +144,18 @@ def test_embeddings_equal_transformers(twin: Twin) -> None:
     (blank,) = tower.encode("audio", [tower.blank("audio", 12)])
     assert len(blank) == 12 and twin.ours.max_vectors("audio") == 15000
     assert tower.cost("audio", {"mel": (300, 40)}) > tower.cost("audio", {"mel": (100, 40)}) > 0
+
+
+@torch.inference_mode()
+def test_outputs_of_several_layers_are_joined(tmp_path: Path) -> None:
+    """Granite Speech Plus: the input of the first layer, the layer in the middle, which gets the classes of
+    its states, and the last one."""
+    twin = Twin(tmp_path, "GraniteSpeechPlus", joined=(0, 2))
+    embeddings = load_tower(tmp_path).encode("audio", [{"mel": twin.mel(count)} for count in LENGTHS])
+    for embedding, count in zip(embeddings, LENGTHS, strict=True):
+        torch.testing.assert_close(embedding, twin.vectors(count), atol=1e-3, rtol=1e-3)
+    with pytest.raises(ConfigError, match=r"cat_hidden_layers is \[9, 1\], expected layers below 4"):
+        read_checkpoint(tmp_path, {"encoder_config": {"cat_hidden_layers": [9, 1]}})
 
 
 def test_answers_about_audio_equal_transformers(twin: Twin) -> None:

@@ -89,8 +89,10 @@ class Twin:
                 out.append(ids.pop(0))
                 kinds.append(0)
         model_inputs = {name: torch.cat(parts) for name, parts in tensors.items() if parts}
-        model_inputs |= {"input_ids": torch.tensor([out]), "mm_token_type_ids": torch.tensor([kinds])}
-        if videos and hasattr(self.model.config.vision_config, "tokens_per_second"):
+        model_inputs |= {"input_ids": torch.tensor([out])}
+        if self.media is not None and self.media.family not in ("exaone4_5", "hyperclovax", "lfm3_vl"):
+            model_inputs["mm_token_type_ids"] = torch.tensor([kinds])
+        if videos and self.media is not None and self.media.family == "qwen2_5_vl":
             model_inputs["second_per_grid_ts"] = torch.tensor([2 / 4.0] * len(videos))
         return model_inputs
 
@@ -123,7 +125,7 @@ def test_answers_about_media_equal_transformers(
     end within items, and with the prefix cache."""
     twin = Twin(family, tmp_path_factory.getbasetemp())
     contents = prompts(family.startswith("Glm"))
-    states = {"mamba_block_size": 4} if family == "Qwen3_5" else {}
+    states = {"mamba_block_size": 4} if family in ("Lfm3Vl", "Qwen3_5") else {}
     llm = open_llm(twin.path, max_num_batched_tokens=24, **states)
     expected = [twin.generate_reference(content) for content in contents]
     first = generate(llm, contents)

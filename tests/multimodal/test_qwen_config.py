@@ -93,4 +93,5 @@ def test_configs_saved_by_transformers_are_read(
     assert (facts.hidden, len(facts.layers)) == (text.hidden_size, text.num_hidden_layers)
     aux_hidden_states = getattr(model.config.vision_config, "deepstack_visual_indexes", ())
     assert (media.levels, media.tower.aux_layers) == (len(aux_hidden_states), tuple(aux_hidden_states))
-    assert media.tower.depth == model.config.vision_config.depth
+    vision = model.config.vision_config
+    assert media.tower.depth == (vision.num_hidden_layers if family == "Lfm3Vl" else vision.depth)

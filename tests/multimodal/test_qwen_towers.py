@@ -31,10 +31,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.inference_mode()
 def test_layers_and_embeddings_equal_transformers(family: str, base: Path) -> None:
     path, model = made(family, base)
-    reference, tower = model.model.visual, load_tower(path)
+    body, tower = model.model, load_tower(path)
+    names = [name for name in ("vision_model", "vision_tower", "visual") if hasattr(body, name)]
+    reference = getattr(body, names[0])
+    blocks = reference.layers if family == "Lfm3Vl" else reference.blocks
     items = [torch.randn(*grid, 96) for grid in GRIDS]
     states: dict[str, list[Any]] = {"theirs": [], "ours": []}
-    for name, layers in (("theirs", reference.blocks), ("ours", tower.layers)):
+    for name, layers in (("theirs", blocks), ("ours", tower.layers)):
         for layer in layers:
             layer.register_forward_hook(lambda _, inputs, out, name=name: states[name].append(out))
     vectors = torch.cat(tower.encode("image", [{"pixels": item} for item in items]))
@@ -47,8 +50,13 @@ def test_layers_and_embeddings_equal_transformers(family: str, base: Path) -> No
     for state, other in zip(states["ours"], states["theirs"], strict=True):
         torch.testing.assert_close(state, other, atol=1e-4, rtol=1e-4)
     deep = getattr(expected, "deepstack_features", None) or []
-    torch.testing.assert_close(vectors, torch.cat([expected.pooler_output, *deep], 1), atol=1e-4, rtol=1e-4)
-    for layer in [*reference.blocks, *tower.layers]:
+    output = expected.pooler_output
+    if hasattr(body, "projector"):
+        output = body.projector(output)
+    elif family == "Lfm3Vl":
+        output = body.multi_modal_projector(expected.last_hidden_state)
+    torch.testing.assert_close(vectors, torch.cat([output, *deep], 1), atol=1e-4, rtol=1e-4)
+    for layer in [*blocks, *tower.layers]:
         layer._forward_hooks.clear()
 
 

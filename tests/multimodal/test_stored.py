@@ -12,8 +12,9 @@ import pytest
 import torch
 from finished import finished
 from oracle import load_tiny, make_tiny, random_prompts, run_paged
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from seeing import Twin, picture
+from seeing import Twin, close, picture
 from seeing_latest import LATEST
 from seeing_more import MORE
 from threads import run_threads, tp_worlds
@@ -274,6 +275,26 @@ def test_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
     (vectors,) = twin.tower().encode("video", [{"pixels": pixels}])
     torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-4)
     assert actual.token_ids == [twin.processor.video_token_id] * len(expected)
+
+
+@torch.no_grad()
+def test_center_of_frames_is_averaged(tmp_path: Path) -> None:
+    """LLaVA-Next-Video averages patches before the projector, without an embedding after the frames."""
+    twin = Twin(tmp_path, "llava_next_video")
+    frames = np.stack([np.asarray(picture(40, 30, seed)) for seed in range(3)])
+    actual = twin.ours.process("video", Video(frames), {})
+    pixels = finished(actual.arrays)["pixels"]
+    resized = [Image.fromarray(frame).resize((37, 28), Image.Resampling.BICUBIC) for frame in frames]
+    cropped = np.stack([np.asarray(frame)[:, 4:32] for frame in resized])
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    close(pixels.numpy(), ((cropped / 255 - mean) / std).transpose(0, 3, 1, 2))
+    expected = twin.model.model.get_video_features(pixels[None]).pooler_output[0]
+    (vectors,) = twin.tower().encode("video", [{"pixels": pixels}])
+    torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-4)
+    video_id = twin.model.config.video_token_index
+    assert actual.token_ids == [video_id] * len(expected) and len(expected) == 12
+    with pytest.raises(ConfigError, match="spatial_pool_mode is 'max', expected average"):
+        read_checkpoint(tmp_path, {"spatial_pool_mode": "max"})
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ Content = tuple[str, list[Image.Image]]
 SETTINGS: dict[str, dict[str, int]] = {
     "lfm2_vl": {"mamba_block_size": 4},
     "gemma4_whole": {"max_num_batched_tokens": 96},
+    "deepseek_ocr2": {"max_num_batched_tokens": 200, "max_model_len": 1024, "num_gpu_blocks_override": 600},
 }
 """Engine settings of single families. Images of the last have more than 32 tokens and may not be split."""
 

@@ -22,6 +22,7 @@ _TEXT = {
     "pad_token_id": 0,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 VISION = {
     "depth": 3,
     "hidden_size": 32,
@@ -50,6 +51,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": (
         {"rope_parameters": ROPE},
         VISION | {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+    ),
+    "Exaone4_5_": (
+        {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "rope_parameters": PLAIN},
+        VISION | {"window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 1},
+    ),
+    "HyperCLOVAXVisionV2": (
+        {"model_type": "hyperclovax", "head_dim": 16, "rope_parameters": PLAIN, "logits_scaling": 0.5}
+        | {"embedding_multiplier": 2.0, "hidden_size": 48, "attention_multiplier": 0.2},
+        VISION | {"model_type": "qwen2_5_vl_vision", "window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "Lfm3Vl": (
+        {"model_type": "lfm3", "layer_types": ["conv", "full_attention", "conv"], "head_dim": 16}
+        | {"rope_parameters": {"full_attention": PLAIN}},
+        {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
+        | {"layer_types": ["conv", "full_attention", "conv"]},
     ),
     "Qwen3VL": (_QWEN3, _QWEN3_VISION),
     "Qwen3VLMoe": (_QWEN3 | _EXPERTS, _QWEN3_VISION),

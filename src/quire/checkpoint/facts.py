@@ -71,6 +71,8 @@ class LayerFacts:
     keys_are_values: bool = False
     """Whether the layer has no value projection: its values are the projected keys, before their norm and
     rotation."""
+    has_mlp: bool = True
+    """Whether the layer has a feed-forward part."""
     activation: str = ""
     """Activation of the feed-forward part and of the shared expert; empty: the one in `ArchFacts`."""
     expert_activation: str = ""
@@ -85,7 +87,7 @@ class LayerFacts:
     """Approximate fraction of feed-forward gates that are set to 0 (Gemma 3n)."""
     shared_block: int = -1
     """Zamba2: index of the first layer that uses the same shared block of attention and feed-forward weights;
-    -1: this layer uses no shared block."""
+    Ouro: index of the layer whose weights this layer uses. -1: the layer shares no weights."""
     shared_block_use: int = 0
     """Zamba2: number of earlier layers that use any shared block; tensor names of this layer's low-rank
     weights contain this number."""

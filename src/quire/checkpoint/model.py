@@ -157,7 +157,7 @@ def _split_multimodal(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | No
     if read is None:
         return keys, None
     text, media = read(keys)
-    if media is not None and _architectures(text)[0].startswith("Granite"):
+    if media is not None and _architectures(text)[0].startswith(("Granite", "HyperCLOVAX")):
         media = replace(media, scale=text.number("embedding_multiplier", 1.0))
     return text, media
 

@@ -35,9 +35,10 @@ _INTERMEDIATE = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _UNPAGED_CODE = re.compile(
     r"recurrent_states?\b|conv_states?\b|cache_params\b|\balibi\b|position_bias\b|class \w*Cache\w*\("
+    r"|\bcreate_position_ids_from_input_ids\b"
 )
-"""Pattern of words in the code of models whose attention depends on more than queries, keys and values, so
-that Quire's paged attention cannot replace it."""
+"""Pattern of words in the code of models whose attention depends on more than queries, keys and values, or
+whose positions follow from the padding (RoBERTa), so that Quire's paged attention cannot replace it."""
 _ATTENTION_CODE = re.compile(r"ALL_ATTENTION_FUNCTIONS|AutoModel\w*\.from_config")
 """Pattern of words in model code that uses transformers' attention interface, or another model that does;
 Quire's paged attention can replace only such attention."""
@@ -137,7 +138,10 @@ def _read_model_code(kind: str) -> str:
         return ""
     folders = re.findall(rf'\("{re.escape(kind)}", "([a-z0-9_]+)"\)', _read_model_tables())
     models = Path(spec.origin).parent / "models"
-    files = (models / name / f"modeling_{name}.py" for name in (*folders, kind.replace("-", "_")) if name)
+    name = kind.replace("-", "_")
+    files = [
+        models / folder / f"modeling_{file}.py" for folder in (*folders, name) for file in (folder, name)
+    ]
     return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
 
 

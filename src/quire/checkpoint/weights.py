@@ -101,6 +101,8 @@ def _altup(facts: ArchFacts) -> int:
 def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     if facts.shared is not None:
         return _zamba_layer(facts, layer)
+    if layer.shared_block >= 0:
+        return LayerWeights(0, 0)
     mixer = _MIXERS[layer.mixer](facts) + 2 * facts.hidden
     if layer.kv_sharing_target is not None or layer.keys_are_values:
         missing = 1 if layer.kv_sharing_target is None else 2
@@ -111,10 +113,7 @@ def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
         mixer += _attention(facts) + facts.hidden
     if layer.moe:
         return _mixture(facts, mixer)
-    is_one_thing = any(other.mixer == "none" for other in facts.layers)
-    if is_one_thing and layer.mixer != "none":
-        return LayerWeights(mixer, 0)
-    return LayerWeights(mixer, _matrices(facts) * facts.hidden * facts.intermediate)
+    return LayerWeights(mixer, _matrices(facts) * facts.hidden * facts.intermediate * layer.has_mlp)
 
 
 def _zamba_layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:

@@ -215,8 +215,8 @@ def _multiply_and_reduce(
 
 class QKVLinear(Linear):
     """Fused QKV projection, sharded by heads. `names` are the checkpoint names of query, key and value, or
-    one fused name, which may be grouped by key head (`by_head`). With two names `transform_qkv` derives the
-    values from the keys."""
+    one fused name, which may be grouped by key head (`by_head`). With two names the second is that of fused
+    keys and values (`by_head`), or `transform_qkv` derives the values from the keys."""
 
     divided = "outputs"
 
@@ -238,7 +238,8 @@ class QKVLinear(Linear):
         parts: list[Runs] = [(q,), (kv,), (kv,)]
         parts = parts[: len(names)] if len(names) > 1 else [(q, kv, kv)]
         if by_head:
-            parts = [by_group(group, kv_heads, (q, kv, kv))]
+            fused = (q, kv, kv)[len(names) - 1 :]
+            parts = [*parts[: len(names) - 1], by_group(group, kv_heads, fused)]
         named = {scope.sibling(name): runs for name, runs in zip(names, parts, strict=True)}
         super().__init__(size_in, named, scope, bias=bias)
         self.heads, self.kv_heads = q.size // head_dim, kv.size // head_dim
@@ -260,6 +261,9 @@ class QKVLinear(Linear):
     def orders(self) -> list[Tensor]:
         q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
         ungrouped: list[Tensor] = []
+        if len(self.part_names) == 2 and self.by_head:
+            stored = torch.arange(k + v).view(self.kv_heads, 2, self.head_dim)
+            return [torch.arange(q), stored.transpose(0, 1).flatten()]
         if self.by_head:
             stored = torch.arange(q + k + v).view(self.kv_heads, -1, self.head_dim)
             ungrouped = [torch.cat([part.flatten() for part in stored.tensor_split((-2, -1), 1)])]

@@ -17,7 +17,8 @@ _NAMES, _FUSED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_p
 
 class MLP(nn.Module):
     """Gated MLP, down(act(gate(x)) * up(x)). `names` are the checkpoint names, `down` last; by default
-    Llama's or, for a fused gate and up, Phi-3's. `sums` is whether the output is all-reduced."""
+    Llama's or, for a fused gate and up, Phi-3's. `sums` is whether the output is all-reduced, and
+    `has_up_bias` whether a bias of the MLP includes gate and up."""
 
     def __init__(
         self,
@@ -27,6 +28,7 @@ class MLP(nn.Module):
         intermediate: int = 0,
         names: tuple[str, ...] = _NAMES,
         sums: bool = True,
+        has_up_bias: bool = True,
     ) -> None:
         super().__init__()
         inner = intermediate or facts.intermediate
@@ -35,7 +37,7 @@ class MLP(nn.Module):
             facts.hidden,
             inner,
             scope / "gate_up_proj",
-            bias=facts.mlp_bias,
+            bias=facts.mlp_bias and has_up_bias,
             activation=facts.activation,
             names=tuple(gate_up),
         )

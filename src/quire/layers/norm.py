@@ -21,8 +21,8 @@ class Norm(LoadedModule):
         self, size: int | Shard, eps: float, scope: Scope, dtype: torch.dtype, plus_one: bool = False
     ) -> None:
         super().__init__()
-        self.plus_one = plus_one
-        """Whether the normalized values are multiplied by 1 + weight (Gemma), not by the weight."""
+        self.offset = float(plus_one)
+        """The normalized values are multiplied by the sum of this number and the weight: 1 for Gemma."""
         self.run = Shard(size) if isinstance(size, int) else size
         """Shard of the weight on this device."""
         self.name = scope.name
@@ -49,8 +49,8 @@ class Norm(LoadedModule):
         yield Target(f"{self.name}.weight", self.weight, 0, (self.run,))
 
     def finish(self) -> None:
-        if self.plus_one:
-            self.weight.add_(1)
+        if self.offset:
+            self.weight.add_(self.offset)
 
 
 class RMSNorm(Norm):

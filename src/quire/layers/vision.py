@@ -89,7 +89,11 @@ SIGLIP = VisionStyle()
 class VisionAttention(nn.Module):
     """QKV projection, optional QK norms and RoPE, attention within a span, output projection."""
 
-    def __init__(self, hidden: int, heads: int, scope: Scope, style: VisionStyle = SIGLIP) -> None:
+    def __init__(
+        self, hidden: int, heads: int, scope: Scope, style: VisionStyle = SIGLIP, kv_heads: int = 0
+    ) -> None:
+        """Build the attention; `kv_heads` is the number of key/value heads, by default that of query
+        heads."""
         super().__init__()
         head_dim, self.eps = hidden // heads, style.qk_eps
         scope = _encoder_scope(scope, heads)
@@ -98,7 +102,7 @@ class VisionAttention(nn.Module):
         self.qkv = kind(
             hidden,
             heads,
-            heads,
+            kv_heads or heads,
             head_dim,
             scope / "qkv",
             bias=style.bias,
@@ -120,12 +124,15 @@ class VisionAttention(nn.Module):
             weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
             qkv = self.qkv.norm_parts(qkv, weights, self.eps)
         heads = qkv.view(len(x), -1, self.qkv.head_dim)
-        parts = heads.split(self.qkv.heads, 1)
+        num_heads, num_keys = self.qkv.heads, self.qkv.kv_heads
+        parts = heads.split([num_heads, num_keys, num_keys], 1)
         for norm, part in zip(self.head_norms, parts, strict=False):
             part.copy_(norm.normalize(part.reshape(-1, self.qkv.head_dim)).view(part.shape))  # type: ignore[operator]
         if angles is not None:
-            self.rotate(heads[:, : 2 * self.qkv.heads], angles)
+            self.rotate(heads[:, : num_heads + num_keys], angles)
         q, k, v = parts
+        if num_keys != num_heads:
+            k, v = (part.repeat_interleave(num_heads // num_keys, 1) for part in (k, v))
         return self.out(self.attend(q, k, v, spans, None).flatten(1))
 
 
@@ -171,13 +178,15 @@ class VisionMLP(nn.Module):
 
 class VisionLayer(nn.Module):
     """Pre-norm layer of an encoder: attention, then MLP, each with a residual. `facts` has `hidden`, `heads`,
-    `intermediate`, `activation` and, unless the style has an epsilon, `norm_eps`."""
+    `intermediate`, `activation`, `kv_heads` if they are fewer, and `norm_eps` unless the style has an
+    epsilon."""
 
     def __init__(self, facts: Any, scope: Scope, style: VisionStyle = SIGLIP) -> None:
         super().__init__()
         hidden, eps = facts.hidden, facts.norm_eps if style.eps is None else style.eps
         self.attention_norm, self.mlp_norm = (style.norm(hidden, eps, scope / name) for name in style.norms)
-        self.attention = VisionAttention(hidden, facts.heads, scope / style.attention, style)
+        kv_heads: int = getattr(facts, "kv_heads", 0)
+        self.attention = VisionAttention(hidden, facts.heads, scope / style.attention, style, kv_heads)
         self.mlp = VisionMLP(
             hidden,
             facts.intermediate,

@@ -60,16 +60,16 @@ _IGNORED = re.compile(
     r"|^(thinker\.)?(model\.)?(vision_tower|vision_model|visual|audio_tower|vpm|resampler|merger|connector|mlp1)\."
     r"|^(thinker\.)?(model\.)?(multi_modal_projector|mm_projector|vit_large_projector|projector|mlp_AR)\."
     r"|^(talker|token2wav|code2wav)\.|visual_embeddings_table\.|\.audio_bos_eos_token\."
-    r"|^(thinker\.)?(model\.)?(vision_encoder|vision_projection)\."
-    r"|^(thinker\.)?(model\.)?image_newline$"
+    r"|^(thinker\.)?(model\.)?(vision_encoder|vision_projection|vision_projector)\."
+    r"|^(thinker\.)?(model\.)?image_newline$|^model\.embed_tokens_extend\.|\.lora_[AB]\."
     r"|\.(q_scale|prob_scale|input_scale(_ub|_2)?|input_global_scale|activation_scale|input_zero_point|weight_zero_point|weight_format|g_idx)$"
     r"|\.weight_shape$"
     r"|\.(nbits|group_size|axis|shape|packing|unpack_view_dtype|view_as_float|quant_(scale|zero)|channel_wise)$"
     r"|\.(compute_dtype|offload_meta|encoded_state_dict|stores_quant_config|optimize|round_zero)$"
 )
 """Weights that may be ignored: RoPE frequencies, the causal masks of GPT-2 and GPT-NeoX, MTP layers,
-multimodal encoders, input scales where inputs are not quantized, zero points of symmetric weights, and
-metadata of packed weights."""
+multimodal encoders, adapters, input scales where inputs are not quantized, zero points of symmetric weights,
+and metadata of packed weights."""
 
 _SMALL_BYTES = 1 << 16
 
@@ -330,14 +330,17 @@ def _weight_dtype(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 def stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     """Return the name that the model's tensor `name` has in the checkpoint, whose names and shapes are
     `stored`. Checkpoints without an output head omit the decoder's prefix (such as `model.`); multimodal
-    checkpoints add one or two prefixes. Early BERTs name norm weights gamma and beta, and torch's fused
-    attention has `in_proj_weight`."""
+    checkpoints add one or two prefixes; layers that are stored with their adapters have `base_layer`. Early
+    BERTs name norm weights gamma and beta, and torch's fused attention has `in_proj_weight`."""
     if name in stored:
         return name
     body, _, rest = name.partition(".")
     inner = [f"{body}.{part}.{rest}" for part in ("language_model", "text_model")]
+    inner.append(f"model.language_model.{name}")
     known = [name, rest, *inner, f"language_model.{name}", f"language_model.{body}.{name}", f"llm.{name}"]
     known += [f"{part}.{tail}" for part in ("thinker", "vlm", "vlm.language_model") for tail in (name, rest)]
+    layer, _, kind = name.rpartition(".")
+    known.append(f"{layer}.base_layer.{kind}")
     for new, old in _OLD_NAMES.items():
         known += [alias.removesuffix(new) + old for alias in known if alias.endswith(new)]
     return next((alias for alias in known if alias in stored), name)

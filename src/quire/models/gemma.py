@@ -1,6 +1,6 @@
 """Gemma 2 and 3: norms before and after attention and MLP."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
@@ -20,8 +20,14 @@ class SandwichLayer(llama.Layer):
         self.attended_norm, self.fed_norm = norm_of(facts, scope / attended), norm_of(facts, scope / fed)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.run(x, residual, batch, self.attention)
+
+    def run(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, attention: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer with this attention."""
         x, residual = self.attention_norm(x, residual)
-        x, residual = self.mlp_norm(self.attended_norm.normalize(self.attention(x, batch)), residual)
+        x, residual = self.mlp_norm(self.attended_norm.normalize(attention(x, batch)), residual)
         return self.fed_norm.normalize(self.mlp(x, batch)), residual
 
 

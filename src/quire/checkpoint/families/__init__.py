@@ -17,6 +17,7 @@ import quire.checkpoint.families.linear_attention as linear
 import quire.checkpoint.families.llama_variants as llama_variants
 import quire.checkpoint.families.mla as mla
 import quire.checkpoint.families.moe as moe
+import quire.checkpoint.families.reshaped as reshaped
 import quire.checkpoint.families.sliding_window as sliding_window
 import quire.checkpoint.families.ssm as ssm
 import quire.checkpoint.families.step3 as step3
@@ -142,6 +143,11 @@ FAMILIES = {
     "MiniCPMForCausalLM": Family("minicpm", llama_variants.minicpm),
     "OrionForCausalLM": Family("orion", llama_variants.orion),
     "QWenLMHeadModel": Family("qwen", llama_variants.qwen, "llama_variants:Qwen"),
+    "DeciLMForCausalLM": Family("nemotron-nas", reshaped.decilm, "reshaped:DeciLM"),
+    "OuroForCausalLM": Family("ouro", reshaped.ouro, "reshaped:Ouro"),
+    "Plamo3ForCausalLM": Family("plamo3", reshaped.plamo3, "reshaped:Plamo3"),
+    "TeleChat2ForCausalLM": Family("telechat", reshaped.telechat2, "reshaped:TeleChat2"),
+    "TeleFLMForCausalLM": Family("teleflm", reshaped.teleflm),
     "JAISLMHeadModel": Family("jais", alibi.jais, "gpt2:Jais"),
     "Jais2ForCausalLM": Family("jais2", dense.jais2, "gpt2:Nemotron"),
     "CwmForCausalLM": Family("cwm", dense.cwm),
@@ -184,7 +190,7 @@ FAMILIES = {
     "ModernBertModel": Family("modernbert", encoder.modernbert, "modernbert:ModernBert"),
 }
 ALIASES = {
-    "AquilaForCausalLM": "LlamaForCausalLM",
+    **dict.fromkeys(("AquilaForCausalLM", "AquilaModel", "IQuestCoderForCausalLM"), "LlamaForCausalLM"),
     "BertSpladeSparseEmbeddingModel": "BertModel",
     "BgeM3EmbeddingModel": "XLMRobertaModel",
     "ColBERTModernBertModel": "ModernBertModel",
@@ -205,7 +211,11 @@ ALIASES = {
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
     "Qwen2ForRewardModel": "Qwen2ForCausalLM",
+    "RWForCausalLM": "FalconForCausalLM",
+    "Rnj1ForCausalLM": "Gemma3ForCausalLM",
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
+    "TeleChat3ForCausalLM": "LlamaForCausalLM",
+    "TeleChatForCausalLM": "TeleChat2ForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",
 }
 """Other names of architectures in FAMILIES, mostly from remote-code checkpoints."""

@@ -172,8 +172,13 @@ def windows_by_kind(keys: ConfigReader, window: int | None, default: list[str] |
 
 
 def ropes_by_kind(keys: ConfigReader, head_dim: int, *kinds: str) -> dict[str, RopeFacts]:
-    """Map each layer type to its rope: from nested `rope_parameters`, or the same rope for all types."""
+    """Map each layer type to its rope: from nested `rope_parameters`, which may lack types without layers, or
+    the same rope for all types."""
     block = keys.get("rope_parameters")
-    if not isinstance(block, dict) or not all(isinstance(block.get(kind), dict) for kind in kinds):
+    nested = {
+        kind: block[kind] for kind in kinds if isinstance(block, dict) and isinstance(block.get(kind), dict)
+    }
+    if not nested:
         return dict.fromkeys(kinds, read_rope(keys, head_dim))
-    return {kind: read_rope(keys.but(rope_parameters=block[kind]), head_dim) for kind in kinds}
+    first = next(iter(nested.values()))
+    return {kind: read_rope(keys.but(rope_parameters=nested.get(kind, first)), head_dim) for kind in kinds}

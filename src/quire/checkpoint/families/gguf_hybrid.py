@@ -150,11 +150,11 @@ def nemotron_h(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
             names="apart_nemotron_h",
         )
     layers = tuple(
-        LayerFacts(None)
+        LayerFacts(None, has_mlp=False)
         if kv_heads[at]
         else LayerFacts(None, mixer="none", moe=moe is not None)
         if inner[at]
-        else LayerFacts(None, mixer="mamba")
+        else LayerFacts(None, mixer="mamba", has_mlp=False)
         for at in range(count)
     )
     eps = "attention.layer_norm_rms_epsilon"

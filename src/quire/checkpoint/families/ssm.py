@@ -25,7 +25,8 @@ from quire.checkpoint.rope import read_rope
 
 _KINDS = {"linear_attention": True, "mamba": True, "conv": True, "full_attention": False, "attention": False}
 """Whether a layer has an SSM state, by its name in `layer_types`."""
-_MAMBA_LAYER, _ATTENTION_LAYER = LayerFacts(None, mixer="mamba"), LayerFacts(None)
+_MAMBA_LAYER = LayerFacts(None, mixer="mamba", has_mlp=False)
+_ATTENTION_LAYER = LayerFacts(None, has_mlp=False)
 _MLP_LAYER, _MOE_LAYER = LayerFacts(None, mixer="none"), LayerFacts(None, mixer="none", moe=True)
 _NEMOTRON_LAYERS = {
     "mamba": _MAMBA_LAYER,

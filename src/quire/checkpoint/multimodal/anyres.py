@@ -1,4 +1,5 @@
-"""LLaVA-Next and LLaVA-OneVision: an image as a whole, and in tiles of one of several grid shapes."""
+"""LLaVA-Next, its Video model and LLaVA-OneVision: an image as a whole, and in tiles of one of several grid
+shapes."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,11 +22,29 @@ class AnyresFacts(LlavaFacts):
     video_id: int | None = None
 
 
+_NEXT_SHAPES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+
+
 def llava_next(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text = text_part(keys)
-    shapes = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
-    facts = AnyresFacts(**_llava_fields(read_llava(keys, text)), shapes=_read_shapes(keys, shapes))
+    facts = AnyresFacts(**_llava_fields(read_llava(keys, text)), shapes=_read_shapes(keys, _NEXT_SHAPES))
     return text, MediaFacts("llava_next", ("image",), facts)
+
+
+def llava_next_video(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """Read LLaVA-Next-Video, which averages squares of 2 x 2 patches of each frame."""
+    keys.require("spatial_pool_mode", "average")
+    keys.require("spatial_pool_stride", 2)
+    text = text_part(keys)
+    image_id = token_id(keys, "image_token_index", "image_token_id", default=32001)
+    facts = AnyresFacts(
+        **_llava_fields(read_llava(keys, text), image_id=image_id),
+        shapes=_read_shapes(keys, _NEXT_SHAPES),
+        video_id=token_id(keys, "video_token_index", "video_token_id", default=32000),
+    )
+    if facts.vit.side % 2:
+        raise keys.wrong("vision_config", "an encoder with an even number of patches per side")
+    return text, MediaFacts("llava_next_video", ("image", "video"), facts)
 
 
 def llava_onevision(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:

@@ -1,6 +1,7 @@
-"""Gemma 3n: an audio clip is 188 soft tokens. Its vision encoder is not supported yet."""
+"""Gemma 3n: an image is 256 soft tokens, an audio clip 188."""
 
 from dataclasses import dataclass
+from math import isqrt
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.common import part, text_part, token_id
@@ -13,7 +14,7 @@ key."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma3nFacts:
+class Gemma3nAudioFacts:
     """A conformer (the Universal Speech Model), and the selection of its hidden states that become soft
     tokens."""
 
@@ -59,14 +60,105 @@ class Gemma3nFacts:
         return self.layers * layer + first + size * (self.vocab + self.size_out)
 
 
+@dataclass(frozen=True, slots=True)
+class Gemma3nVisionFacts:
+    """MobileNet-V5 over square images."""
+
+    image: int
+    """Image side in pixels."""
+    side: int
+    """Number of soft tokens per image side."""
+    stem: int
+    """Channels of the first convolution."""
+    widths: tuple[int, int, int, int]
+    """Channels of the four stages."""
+    hidden: int
+    norm_eps: float
+    vocab: int
+    """Number of tokens with an embedding in the encoder."""
+    first: int
+    """First token id of the encoder's vocabulary."""
+    size_out: int
+    image_id: int
+    start_id: int
+    end_id: int
+
+    @property
+    def tokens(self) -> int:
+        return self.side**2
+
+    @property
+    def num_weights(self) -> int:
+        """Return the approximate number of parameters."""
+        edge, low, middle, last = self.widths
+        edges = 36 * (self.stem**2 + 2 * edge**2) + 4 * edge * (self.stem + 2 * edge)
+        inverted = 6 * edge * (edge + 27 + low) + 4 * low * (8 * low + 20)
+        inverted += 6 * low * (low + 27 + middle) + 7 * 4 * middle * (2 * middle + 9) + 2 * middle**2
+        inverted += 6 * middle * (middle + 27 + last) + 14 * middle * (4 * middle + 6)
+        inverted += 19 * last * (4 * last + 6)
+        attention = 14 * middle * (2 * 12 * 64 + 2 * 64 + 24) + 19 * last * (2 * 16 * 96 + 2 * 96 + 2)
+        both = middle + last
+        fusion = 2 * both * (both + self.hidden + 1) + 2 * self.hidden
+        return edges + inverted + attention + fusion + self.hidden * (self.vocab + self.size_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3nFacts:
+    """The encoders of a checkpoint; None: it has no such encoder."""
+
+    vision: Gemma3nVisionFacts | None
+    sound: Gemma3nAudioFacts | None
+    size_out: int
+
+    @property
+    def num_weights(self) -> int:
+        """Return the approximate number of parameters."""
+        return sum(part.num_weights for part in (self.vision, self.sound) if part is not None)
+
+
 def gemma3n(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | None]:
-    text, audio = text_part(keys, default="gemma3n_text"), keys.get("audio_config")
-    if not isinstance(audio, dict):
+    text = text_part(keys, default="gemma3n_text")
+    sees, hears = (bool(keys.get(name)) for name in ("vision_config", "audio_config"))
+    if not sees and not hears:
         return text, None
-    return text, MediaFacts("gemma3n", ("audio",), _read_audio(keys, part(keys, "audio_config"), text))
+    facts = Gemma3nFacts(
+        vision=_read_vision(keys, part(keys, "vision_config"), text) if sees else None,
+        sound=_read_audio(keys, part(keys, "audio_config"), text) if hears else None,
+        size_out=text.size("hidden_size"),
+    )
+    return text, MediaFacts("gemma3n", ("image",) * sees + ("audio",) * hears, facts)
 
 
-def _read_audio(keys: ConfigReader, audio: ConfigReader, text: ConfigReader) -> Gemma3nFacts:
+def _read_vision(keys: ConfigReader, vision: ConfigReader, text: ConfigReader) -> Gemma3nVisionFacts:
+    vision.require("architecture", "mobilenetv5_300m_enc")
+    factor = part(vision.defaults(model_args={}), "model_args").number("channel_multiplier", 1.0)
+    tokens = keys.size("vision_soft_tokens_per_image", 256)
+    if isqrt(tokens) ** 2 != tokens:
+        raise keys.wrong("vision_soft_tokens_per_image", "a square number")
+    edge, low, middle, last = (_scaled_channels(width * factor) for width in (128, 256, 640, 1280))
+    return Gemma3nVisionFacts(
+        image=48 * isqrt(tokens),
+        side=isqrt(tokens),
+        stem=_scaled_channels(64 * max(factor, 1.0)),
+        widths=(edge, low, middle, last),
+        hidden=vision.size("hidden_size", 2048),
+        norm_eps=vision.number("rms_norm_eps", 1e-6),
+        vocab=vision.size("vocab_size", 128),
+        first=vision.size("vocab_offset", 262144),
+        size_out=text.size("hidden_size"),
+        image_id=token_id(keys, "image_token_id", default=262145),
+        start_id=token_id(keys, "boi_token_id", default=255999),
+        end_id=token_id(keys, "eoi_token_id", default=262144),
+    )
+
+
+def _scaled_channels(width: float) -> int:
+    """Return the multiple of 8 nearest to a number of channels, but not below 90 % of it."""
+    rounded = max(8, int(width + 4) // 8 * 8)
+    return rounded + 8 * (rounded < 0.9 * width)
+
+
+def _read_audio(keys: ConfigReader, audio: ConfigReader, text: ConfigReader) -> Gemma3nAudioFacts:
     for name, known in _SSCP.items():
         if audio.get(name) is not None and [list(size) for size in audio.get(name)] != known:
             raise audio.wrong(name, str(known))
@@ -74,7 +166,7 @@ def _read_audio(keys: ConfigReader, audio: ConfigReader, text: ConfigReader) -> 
     if len(channels) != 2:
         raise ConfigError(f"{audio.source}: sscp_conv_channel_size is {channels}, expected two numbers")
     left, right = audio.get("conf_attention_context_left"), audio.get("conf_attention_context_right")
-    return Gemma3nFacts(
+    return Gemma3nAudioFacts(
         layers=audio.size("conf_num_hidden_layers", 12),
         hidden=audio.size("hidden_size", 1536),
         heads=audio.size("conf_num_attention_heads", 8),

@@ -62,6 +62,8 @@ class GraniteSpeechFacts:
     """Number of embeddings per window."""
     size_out: int
     audio_id: int
+    joined: tuple[int, ...] = ()
+    """Layers whose outputs are concatenated with those of the last layer (0: the input of the first)."""
 
     @property
     def num_weights(self) -> int:
@@ -78,6 +80,7 @@ def granite_speech(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text, audio = text_part(keys, default="granite"), part(keys, "encoder_config")
     window, rate = keys.size("window_size", 15), keys.size("downsample_rate", 5)
     hidden, heads = audio.size("hidden_dim", 1024), audio.size("num_heads", 8)
+    joined = tuple(sorted({*audio.integers("cat_hidden_layers")}))
     facts = GraniteSpeechFacts(
         layers=audio.size("num_layers", 10),
         hidden=hidden,
@@ -90,12 +93,15 @@ def granite_speech(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         reach=audio.size("max_pos_emb", 512),
         inner=hidden * audio.size("conv_expansion_factor", 2),
         kernel=audio.size("conv_kernel_size", 15),
-        former=_read_former(part(keys, "projector_config"), hidden),
+        former=_read_former(part(keys, "projector_config"), hidden * (1 + len(joined))),
         window=window,
         queries=window // rate,
         size_out=text.size("hidden_size"),
         audio_id=token_id(keys, "audio_token_index", "audio_token_id", default=49155),
+        joined=joined,
     )
+    if not all(0 <= layer < facts.layers for layer in joined):
+        raise audio.wrong("cat_hidden_layers", f"layers below {facts.layers}")
     if window % rate:
         raise keys.wrong("window_size", f"a multiple of downsample_rate, {rate}")
     if facts.context > facts.reach:
@@ -111,7 +117,7 @@ def granite_speech(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 def _read_former(keys: ConfigReader, size_in: int) -> QFormerFacts:
     if keys.size("encoder_hidden_size", size_in) != size_in:
-        raise keys.wrong("encoder_hidden_size", f"{size_in}, the hidden size of the encoder")
+        raise keys.wrong("encoder_hidden_size", f"{size_in}, the size of the encoder's outputs")
     return QFormerFacts(
         layers=keys.size("num_hidden_layers", 12),
         hidden=keys.size("hidden_size", 768),

@@ -1,6 +1,6 @@
-"""InternVL 2.5 and 3: InternViT over image tiles, and pixel shuffle of the patches."""
+"""InternVL 2.5 and 3, Qianfan-OCR: InternViT over image tiles, and pixel shuffle of the patches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
@@ -61,6 +61,15 @@ def internvl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         first=int(keys.get("vision_feature_select_strategy") in (None, "default")),
     )
     return text, MediaFacts("internvl", ("image", "video"), facts)
+
+
+def qianfan_ocr(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """Read Qianfan-OCR as transformers has it: InternVL without videos, with Qwen 3 and tensors under their
+    original names."""
+    vision = part(keys.defaults(vision_config={}), "vision_config")
+    vision = vision.defaults(attention_bias=True)
+    _, media = internvl(keys.but(vision_config=dict(vision.values)))
+    return text_part(keys, default="qwen3"), replace(media, modalities=("image",))
 
 
 def internvl_chat(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:

@@ -1,4 +1,5 @@
-"""Qwen2-VL to Qwen3.5, GLM-4.1V, 4.5V and GLM-OCR: encoders over a grid of patches for images and videos."""
+"""Qwen2-VL to Qwen3.5, EXAONE 4.5, HyperCLOVA X, GLM-4.1V, 4.5V and GLM-OCR: encoders over a grid of patches
+for images and videos."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,17 +60,24 @@ class GridFacts:
     """Intermediate size of a gated merger; 0: the merger has no gate."""
     head_norms: bool = False
     """Whether queries and keys have a norm per head."""
+    kv_heads: int = 0
+    """Number of key/value heads; 0: as many as query heads."""
+    merged: int = 0
+    """Output size of the merger, if a projection to the decoder's size follows it; 0: there is none."""
 
     @property
     def num_weights(self) -> int:
         """Return the approximate number of parameters."""
         first = self.hidden * (self.channels * self.frames * self.patch**2 + self.positions**2)
-        wide, size = self.merge**2 * self.hidden, self.size_out
+        wide, size = self.merge**2 * self.hidden, self.merged or self.size_out
+        first += self.merged * self.size_out
         if self.merger:
             merger = size * (wide + size + 3 * self.merger)
             return first + merger + stack_weights(self.depth, self.hidden, self.intermediate, 3)
         matrices = 3 if self.activation == "silu" else 2
         mergers = (1 + len(self.aux_layers)) * wide * (wide + size)
+        missing = self.heads - self.kv_heads if self.kv_heads else 0
+        first -= 2 * self.depth * self.hidden**2 * missing // self.heads
         return first + mergers + stack_weights(self.depth, self.hidden, self.intermediate, matrices)
 
 
@@ -98,6 +106,36 @@ def qwen2_5_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         pace=vision.number("tokens_per_second", 4.0),
     )
     return _qwen2_decoder(keys), MediaFacts("qwen2_5_vl", ("image", "video"), grid)
+
+
+def exaone45(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """Read EXAONE 4.5: the encoder of Qwen2.5-VL with fewer key/value heads, and plain positions."""
+    vision = part(keys, "vision_config")
+    grid = _read_grid(
+        keys,
+        marks=_EXAONE_MARKS,
+        channels=_channels(vision),
+        window=vision.size("window_size", 112),
+        far=_read_layer_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        kv_heads=vision.size("num_key_value_heads", 8),
+    )
+    text = decoder_part(keys, "Exaone4ForCausalLM", {})
+    return text, MediaFacts("exaone4_5", ("image", "video"), grid)
+
+
+def hyperclovax(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """Read HyperCLOVA X SEED Think: the encoder of Qwen2.5-VL, a projection, and plain positions."""
+    vision, text = part(keys, "vision_config"), decoder_part(keys, "HyperCLOVAXForCausalLM", {})
+    grid = _read_grid(
+        keys,
+        marks=_HYPERCLOVAX_MARKS,
+        channels=_channels(vision),
+        window=vision.size("window_size", 112),
+        far=_read_layer_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        merged=vision.size("out_hidden_size", 3584),
+        size_out=text.size("hidden_size"),
+    )
+    return text, MediaFacts("hyperclovax", ("image", "video"), grid)
 
 
 def _channels(vision: ConfigReader) -> int:
@@ -193,6 +231,11 @@ _MARKS = {
     "end_id": ("vision_end_token_id", 151653),
     "video_start_id": ("vision_start_token_id", 151652),
     "video_end_id": ("vision_end_token_id", 151653),
+}
+_EXAONE_MARKS = _MARKS | {"image_id": ("image_token_id", 67), "video_id": ("video_token_id", 68)}
+_HYPERCLOVAX_MARKS = _MARKS | {
+    "image_id": ("image_token_id", 128060),
+    "video_id": ("video_token_id", 128061),
 }
 _GLM_MARKS = {
     "image_id": ("image_token_id", 151343),

@@ -1,4 +1,4 @@
-"""Qwen2-Audio, Audio Flamingo 3 and Voxtral: Whisper's encoder and a decoder."""
+"""Qwen2-Audio, Audio Flamingo 3, Voxtral and GLM-ASR: Whisper's encoder and a decoder."""
 
 from dataclasses import dataclass
 
@@ -26,6 +26,13 @@ class QwenAudioFacts:
     """Number of encoder hidden states that are concatenated for one token; 0: the mean of two hidden
     states."""
 
+    inner: int = 0
+    """Hidden size of the projector; 0: the output size."""
+    rotary_dim: int = 0
+    """Number of rotated dimensions of each head; 0: the encoder has learned positions instead."""
+    theta: float = 10000.0
+    """Base of the rotary embedding."""
+
     @property
     def num_frames(self) -> int:
         """Return the number of mel frames per encoder input."""
@@ -44,7 +51,8 @@ class QwenAudioFacts:
     @property
     def num_weights(self) -> int:
         """Return the approximate number of parameters."""
-        return self.encoder.num_weights + self.size_out * (
+        inner = self.inner or self.size_out
+        return self.encoder.num_weights + inner * (
             max(1, self.stack) * self.encoder.hidden + (self.size_out if self.activation else 0)
         )
 
@@ -85,3 +93,25 @@ def voxtral(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
             f"to size {encoder.intermediate}"
         )
     return text, MediaFacts("voxtral", ("audio",), tower, transcribes=True)
+
+
+def glm_asr(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """Read GLM-ASR: rotary embedding in the encoder, and four of its states per token."""
+    text, audio = text_part(keys), part(keys, "audio_config")
+    encoder = encoder_of(audio.renamed({"max_position_embeddings": "max_source_positions"}))
+    audio.require("num_key_value_heads", encoder.heads)
+    rope = part(audio.defaults(rope_parameters={}), "rope_parameters")
+    share = rope.number("partial_rotary_factor", audio.number("partial_rotary_factor", 0.5))
+    tower = QwenAudioFacts(
+        encoder=encoder,
+        size_out=text.size("hidden_size"),
+        audio_id=token_id(keys, "audio_token_id", default=59260),
+        activation=keys.get("projector_hidden_act") or "gelu",
+        stack=encoder.intermediate // encoder.hidden,
+        inner=2 * text.size("hidden_size"),
+        rotary_dim=int(encoder.hidden // encoder.heads * share),
+        theta=rope.number("rope_theta", 10000.0),
+    )
+    if encoder.intermediate != tower.stack * encoder.hidden or encoder.positions % tower.states:
+        raise audio.wrong("intermediate_size", f"a multiple of {encoder.hidden} that divides the states")
+    return text, MediaFacts("glm_asr", ("audio",), tower)

@@ -1,6 +1,6 @@
 """CLIP and SigLIP vision encoders over square images: alone, or with a small projector to a decoder.
 
-Models with a projector: LLaVA (NeXT, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3.
+Models with a projector: LLaVA (NeXT, its Video model, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -182,6 +182,20 @@ class Anyres(Llava):
         item = super().blank(modality, count * self.facts.tokens)
         places = torch.arange(num_vectors, device=self.device)[:, None]
         return item | {"places": places.clamp(max=count * self.facts.tokens)}
+
+
+class PooledVideo(Anyres):
+    """LLaVA-Next-Video encoder: squares of 2 x 2 patches of a frame are averaged before the projector."""
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        if modality != "video":
+            return super().encode(modality, items)
+        frames, side = [item["pixels"] for item in items], self.facts.vit.side
+        states = self.vit(torch.cat(frames), self.facts.depths)[:, self.facts.first :]
+        grid = states.transpose(1, 2).unflatten(2, (side, side))
+        pooled = F.avg_pool2d(grid, 2).flatten(2).transpose(1, 2)
+        vectors = self.projector(pooled.flatten(0, 1)).view(*pooled.shape[:2], -1)
+        return [part.flatten(0, 1) for part in vectors.split([len(part) for part in frames])]
 
 
 class PaliGemma(FixedSizeTower):

@@ -1,4 +1,4 @@
-"""Audio encoder of Gemma 3n: the conformer of the Universal Speech Model (arXiv 2303.01037)."""
+"""Encoders of Gemma 3n: MobileNet-V5, and the conformer of the Universal Speech Model (arXiv 2303.01037)."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.multimodal.gemma3n import Gemma3nFacts
+from quire.checkpoint.multimodal.gemma3n import Gemma3nAudioFacts, Gemma3nFacts, Gemma3nVisionFacts
 from quire.checkpoint.multimodal.gemma4 import Gemma4AudioFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
@@ -15,11 +15,12 @@ from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models.towers import Tower
 from quire.models.towers.gemma4 import unit_norm
+from quire.models.towers.mobilenet import MobileNet
 from quire.models.towers.omni import sinusoids
 
 EPS = 1e-6
 """Epsilon of most norms."""
-ConformerFacts = Gemma3nFacts | Gemma4AudioFacts
+ConformerFacts = Gemma3nAudioFacts | Gemma4AudioFacts
 
 
 class SubsampleConv(nn.Module):
@@ -33,7 +34,9 @@ class SubsampleConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convert [size_in, frames, bins] to [size_out, frames / 2, bins / 2]."""
-        convolved = F.conv2d(F.pad(x, (1, 1, 0, 2))[None], self.weight.vectors, stride=2)[0]
+        weight = self.weight.vectors
+        x = x.to(weight.dtype)
+        convolved = F.conv2d(F.pad(x, (1, 1, 0, 2))[None], weight, stride=2)[0]
         wide = convolved.float().permute(1, 2, 0)
         count = torch.arange(1, len(wide) + 1, device=x.device)[:, None, None] * wide[0].numel()
         mean = wide.sum((1, 2), keepdim=True).cumsum(0) / count
@@ -45,7 +48,7 @@ class SubsampleConv(nn.Module):
 class Attention(nn.Module):
     """Local attention with relative position embeddings and a soft cap on scores."""
 
-    def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
+    def __init__(self, facts: Gemma3nAudioFacts, scope: Scope) -> None:
         super().__init__()
         self.facts, size = facts, facts.hidden
         self.before = RMSNorm(size, EPS, scope / "pre_attn_norm")
@@ -124,7 +127,7 @@ class LightConvolution(nn.Module):
 class Layer(nn.Module):
     """Conformer layer: feed-forward, attention, convolution, feed-forward, norm."""
 
-    def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
+    def __init__(self, facts: Gemma3nAudioFacts, scope: Scope) -> None:
         super().__init__()
         self.clip = facts.clip
         self.first = FeedForward(facts, scope / "ffw_layer_start")
@@ -138,37 +141,43 @@ class Layer(nn.Module):
         return self.norm.normalize(x.clamp(-self.clip, self.clip))
 
 
-class Gemma3nTower(Tower):
-    """Gemma 3n encoder. `mel` of an audio item is [frames, mels]. Every item has a fixed number of vectors:
-    shorter items are padded with a padding embedding, and an end embedding follows."""
+class Embedder(nn.Module):
+    """Projection of hidden states, and of the embeddings of marker tokens, to the decoder's size."""
 
-    facts: Gemma3nFacts
+    def __init__(self, facts: Gemma3nAudioFacts | Gemma3nVisionFacts, scope: Scope) -> None:
+        super().__init__()
+        self.facts = facts
+        self.table = Learned(scope / "embedding" / "weight", facts.vocab, facts.hidden)
+        self.hard = RMSNorm(facts.hidden, facts.norm_eps, scope / "hard_embedding_norm")
+        self.soft = RMSNorm(facts.hidden, facts.norm_eps, scope / "soft_embedding_norm")
+        self.product = WholeLinear(facts.hidden, facts.size_out, scope / "embedding_projection")
 
-    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__(facts, scope)
-        audio = self.facts
-        scope = scope / "model"
-        tower = scope / "audio_tower"
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the vectors of hidden states [T, hidden]."""
+        return unit_norm(self.product(self.soft.normalize(states)), self.facts.norm_eps)
+
+    def marks(self, *rows: int) -> tuple[Tensor, ...]:
+        """Return the vectors [1, size_out] of these tokens, counted from the first one of the encoder."""
+        normed = self.hard.normalize(self.table.vectors[list(rows)])
+        return unit_norm(self.product(normed), self.facts.norm_eps).split(1)
+
+
+class Gemma3nAudioEncoder(nn.Module):
+    """Audio encoder. Every item has a fixed number of vectors: shorter items are padded with a padding
+    embedding, and an end embedding follows."""
+
+    def __init__(self, facts: Gemma3nAudioFacts, scope: Scope) -> None:
+        super().__init__()
+        self.facts, tower = facts, scope / "audio_tower"
         first = tower / "subsample_conv_projection"
-        sizes = (1, *audio.channels)
+        sizes = (1, *facts.channels)
         self.halvings = nn.ModuleList(
-            SubsampleConv(sizes[i], sizes[i + 1], audio.group_eps, first / f"conv_{i}") for i in range(2)
+            SubsampleConv(sizes[i], sizes[i + 1], facts.group_eps, first / f"conv_{i}") for i in range(2)
         )
-        num_bins = -(-audio.mels // 4)
-        self.flat = WholeLinear(audio.channels[1] * num_bins, audio.hidden, first / "input_proj_linear")
-        self.layers = nn.ModuleList(Layer(audio, tower / "conformer" / i) for i in range(audio.layers))
-        embed = scope / "embed_audio"
-        self.table = Learned(embed / "embedding" / "weight", audio.vocab, audio.hidden)
-        self.hard = RMSNorm(audio.hidden, audio.norm_eps, embed / "hard_embedding_norm")
-        self.soft = RMSNorm(audio.hidden, audio.norm_eps, embed / "soft_embedding_norm")
-        self.product = WholeLinear(audio.hidden, audio.size_out, embed / "embedding_projection")
-
-    @staticmethod
-    def heads(facts: Gemma3nFacts) -> tuple[int, ...]:
-        return ()
-
-    def _project(self, normed: Tensor) -> Tensor:
-        return unit_norm(self.product(normed), self.facts.norm_eps)
+        num_bins = -(-facts.mels // 4)
+        self.flat = WholeLinear(facts.channels[1] * num_bins, facts.hidden, first / "input_proj_linear")
+        self.layers = nn.ModuleList(Layer(facts, tower / "conformer" / i) for i in range(facts.layers))
+        self.embed = Embedder(facts, scope / "embed_audio")
 
     def _encode_one(self, mel: Tensor) -> Tensor:
         x = mel[None]
@@ -177,18 +186,61 @@ class Gemma3nTower(Tower):
         x = self.flat(x.permute(1, 2, 0).flatten(1))
         for layer in self.layers:
             x = layer(x)
-        return self._project(self.soft.normalize(x[:: self.facts.every].contiguous()))
+        vectors: Tensor = self.embed(x[:: self.facts.every].contiguous())
+        return vectors[: self.facts.tokens]
 
-    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         facts = self.facts
-        marks = self.table.vectors[[facts.end_id - facts.first, facts.vocab - 1]]
-        end, padding = self._project(self.hard.normalize(marks)).split(1)
-        encoded = [self._encode_one(item["mel"])[: facts.tokens] for item in items]
+        end, padding = self.embed.marks(facts.end_id - facts.first, facts.vocab - 1)
+        encoded = [self._encode_one(item["mel"]) for item in items]
         return [torch.cat((x, padding.expand(facts.tokens - len(x), -1), end)) for x in encoded]
 
+
+class Gemma3nVisionEncoder(nn.Module):
+    """Vision encoder; an end embedding follows the vectors of an image."""
+
+    def __init__(self, facts: Gemma3nVisionFacts, scope: Scope) -> None:
+        super().__init__()
+        self.facts = facts
+        self.net = MobileNet(facts, scope / "vision_tower" / "timm_model")
+        self.embed = Embedder(facts, scope / "embed_vision")
+
+    def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        facts = self.facts
+        (end,) = self.embed.marks(facts.end_id - facts.first)
+        states = self.net(torch.stack([item["pixels"] for item in items])) * facts.hidden**0.5
+        vectors = self.embed(states.flatten(0, 1)).view(len(items), facts.tokens, -1)
+        return [torch.cat((part, end)) for part in vectors]
+
+
+class Gemma3nTower(Tower):
+    """Gemma 3n encoders. `pixels` of an image is [3, side, side], `mel` of an audio item [frames, mels]."""
+
+    facts: Gemma3nFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        vision, sound, scope = self.facts.vision, self.facts.sound, scope / "model"
+        self.vision = None if vision is None else Gemma3nVisionEncoder(vision, scope)
+        self.audio = None if sound is None else Gemma3nAudioEncoder(sound, scope)
+
+    @staticmethod
+    def heads(facts: Gemma3nFacts) -> tuple[int, ...]:
+        return ()
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        encoder = self.audio if modality == "audio" else self.vision
+        assert encoder is not None
+        vectors: list[Tensor] = encoder(items)
+        return vectors
+
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        num_frames = 4 * self.facts.every * self.facts.tokens
-        return {"mel": torch.zeros(num_frames, self.facts.mels, device=self.device)}
+        vision, sound = self.facts.vision, self.facts.sound
+        if modality == "audio" and sound is not None:
+            num_frames = 4 * sound.every * sound.tokens
+            return {"mel": torch.zeros(num_frames, sound.mels, device=self.device)}
+        assert vision is not None
+        return {"pixels": torch.zeros(3, vision.image, vision.image, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        return item["mel"][0]
+        return item["mel"][0] if modality == "audio" else 1

@@ -17,19 +17,13 @@ from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models.towers import Tower
-from quire.models.towers.gemma3n import EPS, FeedForward, LightConvolution
+from quire.models.towers.gemma3n import EPS, FeedForward, LightConvolution, SubsampleConv
 from quire.models.towers.gemma4 import ClippedLinear, Gemma4VisionTower, unit_norm
 from quire.models.towers.omni import sinusoids
 
 
-class LayerNormedConv(nn.Module):
+class LayerNormedConv(SubsampleConv):
     """Convolution with stride 2 over frames and mel bins, and a layer norm over channels."""
-
-    def __init__(self, size_in: int, size_out: int, eps: float, scope: Scope) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = Learned(scope / "conv" / "weight", size_out, size_in, 3, 3)
-        self.norm = Learned(scope / "norm" / "weight", size_out)
 
     def forward(self, x: Tensor) -> Tensor:
         """Convert [size_in, frames, bins] to [size_out, frames / 2, bins / 2]."""

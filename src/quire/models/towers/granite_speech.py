@@ -173,11 +173,15 @@ class GraniteSpeech(Tower):
     def _encode_one(self, mel: Tensor) -> Tensor:
         facts = self.facts
         x = self.first(mel.to(self.queries.vectors.dtype))
+        states = [x]
         for number, layer in enumerate(self.layers, 1):
             x = layer(x)
             if number == facts.layers // 2:
                 x = x + self.declassify(self.classify(x).softmax(-1))
-        windows = F.pad(x, (0, 0, 0, -len(x) % facts.window)).view(-1, facts.window, facts.hidden)
+            states.append(x)
+        joined = torch.cat([*(states[number] for number in facts.joined), x], -1)
+        padded = F.pad(joined, (0, 0, 0, -len(x) % facts.window))
+        windows = padded.view(-1, facts.window, facts.former.size_in)
         queries = self.norm.normalize(self.queries.vectors[0]).expand(len(windows), -1, -1)
         for layer in self.former:
             queries = layer(queries, windows)

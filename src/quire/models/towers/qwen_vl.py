@@ -1,4 +1,4 @@
-"""Vision encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: 2D RoPE over grids of patches."""
+"""Vision encoders of Qwen2-VL to Qwen3.5, EXAONE 4.5 and HyperCLOVA X: 2D RoPE over grids of patches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire.checkpoint.facts import ArchFacts
 from quire.kernels.reference.encoder import Spans, spans_of
+from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, Learned, vision_layers
@@ -67,14 +68,16 @@ class Qwen2_5VL(GridTower):
     """Qwen2.5-VL encoder: patches ordered by window, layers with window or full attention, merger."""
 
     style = QWEN2_5
+    root = "model.visual"
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__(facts, scope, patch_bias=False)
+        super().__init__(facts, scope, patch_bias=False, root=self.root)
         tower, scope = self.facts, self.scope
         self.side = tower.window // tower.merge // tower.patch
         self.layers = vision_layers(tower, tower.depth, scope / "blocks", self.style)
         norm = RMSNorm(tower.hidden, tower.norm_eps, scope / "merger" / "ln_q")
-        self.merger = PatchMerger(tower, norm, scope / "merger" / "mlp", ("0", "2"))
+        merged = replace(tower, size_out=tower.merged or tower.size_out)
+        self.merger = PatchMerger(merged, norm, scope / "merger" / "mlp", ("0", "2"))
 
     def layout(self, grids: Sequence[PatchGrid]) -> Windows:
         square = self.facts.merge**2
@@ -94,6 +97,22 @@ class Qwen2_5VL(GridTower):
             x = layer(x, image_spans if number in self.facts.far else window_spans, angles)
         vectors = self.merger(x)
         return torch.empty_like(vectors).index_copy_(0, order, vectors)
+
+
+class HyperCLOVAX(Qwen2_5VL):
+    """Encoder of HyperCLOVA X SEED Think: that of Qwen2.5-VL, then a projection."""
+
+    root = "model.vision_model"
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        tower, model = self.facts, scope / "model"
+        name = "vision_projector" if scope.is_stored("model.vision_projector.weight") else "projector"
+        self.project = WholeLinear(tower.merged, tower.size_out, model / name, bias=True)
+
+    def forward(self, x: Tensor, layout: Any) -> Tensor:
+        vectors: Tensor = self.project(super().forward(x, layout))
+        return vectors
 
 
 class Qwen3VL(GridTower):

@@ -1,6 +1,6 @@
 """Whisper's audio encoder: two convolutions over mel frames, and layers of bidirectional attention.
 
-With pooling and a projector after it: Qwen2-Audio, Audio Flamingo 3 and Voxtral.
+With pooling and a projector after it: Qwen2-Audio, Audio Flamingo 3, Voxtral and GLM-ASR.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,15 @@ from quire.checkpoint.multimodal.whisper import WhisperFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, VisionStyle, vision_layers
+from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionMLP, VisionStyle, vision_layers
 from quire.models.towers import Tower
 
 _EPS = 1e-5
 WHISPER = VisionStyle(norms=("self_attn_layer_norm", "final_layer_norm"), mlp="", eps=_EPS, key_bias=False)
+ROTARY = VisionStyle(
+    norms=("input_layernorm", "post_attention_layernorm"), out="o_proj", eps=_EPS, key_bias=False
+)
+"""The layers of GLM-ASR, which have rotary embedding."""
 _WIDTH = 3
 """Kernel size of the convolutions in frames."""
 
@@ -41,9 +45,12 @@ class Convolution(nn.Module):
 
 
 class WhisperEncoder(nn.Module):
-    """Convolutions and layers of Whisper's encoder, without the final norm."""
+    """Convolutions and layers of Whisper's encoder, without the final norm. With `rotary_dim` it has rotary
+    embedding with the base `theta` in place of learned positions."""
 
-    def __init__(self, facts: WhisperFacts, scope: Scope) -> None:
+    def __init__(
+        self, facts: WhisperFacts, scope: Scope, *, rotary_dim: int = 0, theta: float = 10000.0
+    ) -> None:
         super().__init__()
         self.convolutions = nn.ModuleList(
             (
@@ -51,8 +58,16 @@ class WhisperEncoder(nn.Module):
                 Convolution(facts.hidden, facts.hidden, 2, scope / "conv2"),
             )
         )
-        self.places = Learned(scope / "embed_positions" / "weight", facts.positions, facts.hidden)
-        self.layers = vision_layers(facts, facts.layers, scope / "layers", WHISPER)
+        self.places: Learned | None = None
+        self.angles: Angles | None = None
+        if rotary_dim:
+            powers = torch.arange(0, rotary_dim, 2, device=scope.device, dtype=torch.float32) / rotary_dim
+            angles = torch.arange(facts.positions, device=scope.device)[:, None] / theta**powers
+            self.angles = angles.cos(), angles.sin()
+        else:
+            self.places = Learned(scope / "embed_positions" / "weight", facts.positions, facts.hidden)
+        style = ROTARY if rotary_dim else WHISPER
+        self.layers = vision_layers(facts, facts.layers, scope / "layers", style)
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Encode the log-mel spectrogram of each item, [2 * states + 1, mels] with one padding frame at the
@@ -61,6 +76,10 @@ class WhisperEncoder(nn.Module):
         for convolution in self.convolutions:
             states = convolution(states)
         lens = [len(state) for state in states]
+        if self.angles is not None:
+            cos, sin = (torch.cat([part[:length] for length in lens]) for part in self.angles)
+            return list(self.layers(torch.cat(list(states)), lens, (cos, sin)).split(lens))
+        assert self.places is not None
         x = torch.cat([state + self.places.vectors[: len(state)] for state in states])
         return list(self.layers(x, lens).split(lens))
 
@@ -91,12 +110,13 @@ class QwenAudio(Tower):
     """Qwen2-Audio encoder. `mel` of an item is [frames, mels] (see `WhisperEncoder`), encoded in chunks."""
 
     facts: QwenAudioFacts
+    norm_name = "layer_norm"
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
-        tower, hidden = scope / "model" / "audio_tower", self.facts.encoder.hidden
-        self.encoder = WhisperEncoder(self.facts.encoder, tower)
-        self.norm = LayerNorm(hidden, _EPS, tower / "layer_norm")
+        audio, tower = self.facts, scope / "model" / "audio_tower"
+        self.encoder = WhisperEncoder(audio.encoder, tower, rotary_dim=audio.rotary_dim, theta=audio.theta)
+        self.norm = LayerNorm(audio.encoder.hidden, _EPS, tower / self.norm_name)
         self.projector = _build_projector(self.facts, scope / "model" / "multi_modal_projector")
 
     @staticmethod
@@ -129,11 +149,28 @@ class QwenAudio(Tower):
         return states * (6 * self.facts.encoder.hidden + min(states, self.facts.encoder.positions))
 
 
+class GlmAsr(QwenAudio):
+    """GLM-ASR encoder. The encoder reads whole inputs, with silence after the audio; `count` of an item is
+    the number of vectors to keep."""
+
+    norm_name = "norm"
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        vectors = super().encode(modality, items)
+        return [part[: int(item["count"])] for part, item in zip(vectors, items, strict=True)]
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        num_frames = -(-num_vectors // self.facts.tokens) * (self.facts.num_frames + 1)
+        mel = torch.zeros(num_frames, self.facts.encoder.mels, device=self.device)
+        return {"mel": mel, "count": torch.tensor([num_vectors], dtype=torch.int32)}
+
+
 def _build_projector(facts: QwenAudioFacts, scope: Scope) -> nn.Module:
     hidden, size_out = facts.encoder.hidden * (facts.stack or 1), facts.size_out
+    inner = facts.inner or size_out
     if not facts.activation:
         return WholeLinear(hidden, size_out, scope / "linear", bias=facts.bias)
     names = ("linear_1", "linear_2")
     return VisionMLP(
-        hidden, size_out, scope, size_out=size_out, names=names, activation=facts.activation, bias=facts.bias
+        hidden, inner, scope, size_out=size_out, names=names, activation=facts.activation, bias=facts.bias
     )

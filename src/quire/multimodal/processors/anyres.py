@@ -1,4 +1,5 @@
-"""LLaVA-Next and LLaVA-OneVision: a whole image and its tiles, in the grid with the fewest unused pixels."""
+"""LLaVA-Next, its Video model and LLaVA-OneVision: a whole image and its tiles, in the grid with the fewest
+unused pixels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,14 +15,18 @@ from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.anyres import AnyresFacts
 from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array, Arrays
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.multimodal.images import (
+    IMAGE_ARGUMENTS,
     MAX_FRAMES,
     Pixels,
     PixelScaling,
     Size,
+    center_cropped,
     check_frames,
     fit_size,
+    fitted,
+    size_of,
     stored_settings,
     tiled,
     video_settings,
@@ -109,6 +114,35 @@ class AnyresProcessor(ImageProcessor):
             return MAX_FRAMES, side, side
         height, width = max(self.facts.shapes, key=lambda shape: self._order(shape)["places"].shape[0])
         return width, height
+
+
+class PooledVideoProcessor(AnyresProcessor):
+    """Processor of LLaVA-Next-Video, which takes the center of each frame, with a quarter of the
+    embeddings."""
+
+    arguments = (*IMAGE_ARGUMENTS, "do_center_crop", "crop_size")
+
+    def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
+        check_frames(len(video.frames))
+        side: int = self.facts.vit.side // 2
+        return len(video.frames) * side**2
+
+    def resize_frames(self, video: Video, keys: ConfigReader) -> NDArray[np.uint8]:
+        side, size = self.facts.vit.image, (video.frames.shape[1], video.frames.shape[2])
+        keys = keys.defaults(size={"shortest_edge": side})
+        size = fitted(size_of(keys), size) if keys.flag("do_resize", True) else size
+        frames = [self.resize(Image.fromarray(frame), size, keys) for frame in video.frames]
+        if keys.flag("do_center_crop", True):
+            crop = size_of(keys.defaults(crop_size=side), "crop_size")
+            frames = [
+                center_cropped(frame, (crop.get("height", 0), crop.get("width", 0))) for frame in frames
+            ]
+        if frames[0].shape[:2] != (side, side):
+            raise ConfigError(
+                f"{keys.source}: frames are resized to {frames[0].shape[1]} x {frames[0].shape[0]}, but the "
+                f"vision encoder needs {side} x {side}"
+            )
+        return np.stack(frames)
 
 
 @lru_cache

@@ -1,12 +1,12 @@
 """DeepSeek-OCR: an image padded to a square and, if it is large, the grid of tiles nearest to its shape."""
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.deepseek_ocr import DeepseekOCRFacts
 from quire.checkpoint.reader import ConfigReader
 from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, Pixels, PixelScaling, Size, count_of, tiled
 from quire.multimodal.processors import ProcessedItem
@@ -16,7 +16,6 @@ from quire.text.tokenizer import Tokenizer
 
 _GREY = 127
 """Colour of the padding."""
-_TILE = 640
 _MOST_TILES = 6
 
 
@@ -25,45 +24,68 @@ class DeepseekOCRProcessor(ImageProcessor):
 
     arguments = (*IMAGE_ARGUMENTS, "crop_to_patches", "min_patches", "max_patches")
     mean = std = HALF
-    facts: DeepseekOCRFacts
+    default_tile: ClassVar[int] = 640
+    facts: Any
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        side = facts.tower.sam.image
+        side: int = facts.tower.sam.image
         size = {"height": side, "width": side}
         image_id = token_of(tokenizer, "<image>")
-        super().__init__(path, facts, tokenizer, image_id=image_id, tile_size=_TILE, size=size)
+        super().__init__(path, facts, tokenizer, image_id=image_id, tile_size=self.default_tile, size=size)
         stored = self.settings.get("size")
-        self.side = max(stored.values()) if isinstance(stored, dict) else side
+        self.side: int = max(stored.values()) if isinstance(stored, dict) else side
         self.tile = self.settings.size("tile_size")
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
-        views, grid = {"pixels": self._padded(image, keys)}, (0, 0)
+        side, grid = self.whole_side(keys), (0, 0)
+        views = {"pixels": self._padded(image, side, keys)}
         if keys.flag("crop_to_patches", True) and max(image.size) > self.tile:
             least, most = keys.size("min_patches", 2), count_of(keys, "max_patches", _MOST_TILES)
             rows, columns = grid = nearest_grid(image.size[::-1], self.tile, least, most)
             large = self.resize(image, (rows * self.tile, columns * self.tile), keys)
             tiles = tiled(large, (self.tile, self.tile))
             views["tiles"] = tiles.reshape(rows, columns, *tiles.shape[1:])
-        return ProcessedItem([self.image_id] * self._count(grid), arrays=scaling(**views))
+        return ProcessedItem([self.image_id] * self.count(grid, side), arrays=scaling(**views))
 
-    def _padded(self, image: Image.Image, keys: ConfigReader) -> Pixels:
+    def whole_side(self, keys: ConfigReader) -> int:
+        """Return the side of the square to which the whole image is padded."""
+        return self.side
+
+    def _padded(self, image: Image.Image, side: int, keys: ConfigReader) -> Pixels:
         """Return the whole image, resized and padded to a square with the image in the center."""
-        scale = self.side / max(image.size)
-        width, height = (round(side * scale) for side in image.size)
-        out = np.full((self.side, self.side, 3), _GREY, np.uint8)
-        top, left = (self.side - height) // 2, (self.side - width) // 2
+        scale = side / max(image.size)
+        width, height = (round(length * scale) for length in image.size)
+        out = np.full((side, side, 3), _GREY, np.uint8)
+        top, left = (side - height) // 2, (side - width) // 2
         out[top : top + height, left : left + width] = self.resize(image, (height, width), keys)
         return out
 
-    def _count(self, grid: Size) -> int:
-        """Return the number of embeddings of an image with this grid of tiles (rows, columns)."""
-        whole, tile = self.facts.side(self.side), self.facts.side(self.tile)
+    def count(self, grid: Size, side: int) -> int:
+        """Return the number of embeddings of an image with this grid of tiles (rows, columns). `side` is that
+        of the whole image."""
+        whole: int = self.facts.side(side)
+        tile: int = self.facts.side(self.tile)
         return grid[0] * tile * (grid[1] * tile + 1) * (grid[0] > 0) + whole * (whole + 1) + 1
 
     def max_vectors(self, modality: str) -> int:
         most = count_of(self.settings, "max_patches", _MOST_TILES)
-        return self._count((most, 1) if self.settings.flag("crop_to_patches", True) else (0, 0))
+        grid = (most, 1) if self.settings.flag("crop_to_patches", True) else (0, 0)
+        return int(self.count(grid, self.whole_side(self.settings)))
 
     def largest(self, modality: str) -> tuple[int, ...]:
         """Return the width and height of an image with all tiles in one column."""
         return self.tile, self.tile * count_of(self.settings, "max_patches", _MOST_TILES)
+
+
+class DeepseekOCR2Processor(DeepseekOCRProcessor):
+    """Processor of the second version of DeepSeek-OCR. A tile and a whole image have a fixed number of
+    embeddings; an image that may not be cut is padded to the size of a tile."""
+
+    default_tile = 768
+
+    def whole_side(self, keys: ConfigReader) -> int:
+        return self.side if keys.flag("crop_to_patches", True) else self.tile
+
+    def count(self, grid: Size, side: int) -> int:
+        tile, whole = self.facts.queries.values()
+        return int(grid[0] * grid[1] * tile + (tile if side == self.tile else whole) + 1)

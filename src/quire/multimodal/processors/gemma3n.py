@@ -1,21 +1,23 @@
-"""Audio of Gemma 3n: log-mel spectrograms, 100 frames per second, of at most 30 seconds."""
+"""Gemma 3n: images as squares, and log-mel spectrograms, 100 frames per second, of at most 30 seconds."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.gemma3n import Gemma3nFacts
+from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array
 from quire.errors import RequestError
-from quire.multimodal.images import stored_settings
+from quire.multimodal.images import PixelScaling, fitted, size_of, stored_settings
 from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.audio_base import read_samples
 from quire.multimodal.processors.gemma import NewlineTokens
-from quire.multimodal.processors.image_base import SpanProcessor
+from quire.multimodal.processors.image_base import ImageProcessor, read_vectors
 from quire.multimodal.usm_mel import USMSpectrogram
 from quire.text.tokenizer import Tokenizer
 
@@ -32,56 +34,86 @@ _SETTINGS: dict[str, Any] = {
     "mel_floor": 1e-5,
 }
 """Settings of the feature extractor that a checkpoint may leave out."""
+_AUDIO_ARGUMENTS = ("truncation",)
 
 
-class Gemma3nProcessor(SpanProcessor):
-    """Processor of Gemma 3n audio. The placeholder in prompts is the audio token; newlines around the span
-    merge with the text's."""
+class Gemma3nProcessor(ImageProcessor):
+    """Processor of Gemma 3n images and audio. The placeholder in prompts is the image or audio token;
+    newlines around the span merge with the text's."""
 
-    modalities = ("audio",)
+    resample = Image.Resampling.BILINEAR
+    facts: Gemma3nFacts
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: Gemma3nFacts = facts.tower
-        super().__init__(self.facts.audio_id, self.facts.audio_id, self.facts.size_out, tokenizer)
+        towers: Gemma3nFacts = facts.tower
+        first = towers.vision.image_id if towers.vision is not None else towers.sound.audio_id  # type: ignore[union-attr]
+        side = 0 if towers.vision is None else towers.vision.image
+        size = {"height": side, "width": side}
+        super().__init__(path, facts, tokenizer, image_id=first, size=size, do_normalize=False)
         self.joined = NewlineTokens(tokenizer).joined
-        mels = self.facts.mels
-        self.settings = stored_settings(path, "feature_extractor", feature_size=mels, **_SETTINGS)
-        self.log_mel = USMSpectrogram(self.settings, mels, adds_floor=False)
+        if towers.vision is not None and fitted(size_of(self.settings), (side, side)) != (side, side):
+            raise self.settings.wrong("size", f"{side} x {side} pixels")
+        if towers.sound is not None:
+            mels = towers.sound.mels
+            self.audio_settings = stored_settings(path, "feature_extractor", feature_size=mels, **_SETTINGS)
+            self.log_mel = USMSpectrogram(self.audio_settings, mels, adds_floor=False)
+
+    def marks(self, modality: str) -> list[int]:
+        return [self._tokens(modality)[1]]
+
+    def text(self, modality: str, number: int) -> str:
+        return self.tokenizer.backend.id_to_token(self.marks(modality)[0]) or ""
+
+    def _tokens(self, modality: str) -> tuple[int, int, int, int]:
+        """Return the tokens at the start, within and at the end of a span, and their number within it."""
+        vision, sound = self.facts.vision, self.facts.sound
+        if modality == "audio" and sound is not None:
+            return sound.start_id, sound.audio_id, sound.end_id, sound.tokens
+        assert vision is not None
+        return vision.start_id, vision.image_id, vision.end_id, vision.tokens
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Audio)
+        visual = {name: value for name, value in arguments.items() if name not in _AUDIO_ARGUMENTS}
+        if not isinstance(content, Audio):
+            return super().process(modality, content, visual)
+        self.read_arguments("image", visual)
         samples = read_samples(
             content,
-            self.settings,
-            arguments,
+            self.audio_settings,
+            {name: value for name, value in arguments.items() if name in _AUDIO_ARGUMENTS},
             rate=self.log_mel.rate,
             longest=_LONGEST,
             fewest=self.log_mel.frame + 1,
         )
         padded = np.pad(samples, (0, -len(samples) % _UNIT))
-        return self.build_item(self._span, arrays={"mel": Array.of(self.log_mel(padded))})
+        return self._item("audio", mel=Array.of(self.log_mel(padded)))
 
-    @cached_property
-    def _span(self) -> list[int]:
-        facts, newlines = self.facts, self.tokenizer.encode("\n\n", add_special_tokens=False)
-        return [*newlines, facts.start_id, *[facts.audio_id] * facts.tokens, facts.end_id, *newlines]
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        assert self.facts.vision is not None
+        side = self.facts.vision.image
+        return self._item("image", **scaling(self.resize(image, (side, side), keys)))
 
-    def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
-        """Build the processed item of a span. Embeddings replace its audio tokens and its end token; `more`
-        are further fields."""
-        first = token_ids.index(self.facts.audio_id)
-        return ProcessedItem(token_ids, [(first, self.facts.tokens + 1)], **more)
+    def _item(self, modality: str, **arrays: Array) -> ProcessedItem:
+        """Build the processed item of a span. Embeddings replace its soft tokens and its end token."""
+        start, inner, end, count = self._tokens(modality)
+        newlines = self.tokenizer.encode("\n\n", add_special_tokens=False)
+        span = [*newlines, start, *[inner] * count, end, *newlines]
+        return ProcessedItem(span, [(len(newlines) + 1, count + 1)], arrays=arrays)
 
-    def embeds_span(self, num_vectors: int) -> list[int]:
-        if num_vectors != self.facts.tokens + 1:
+    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
+        vectors, expected = read_vectors(modality, embeds, self.hidden), self.max_vectors(modality)
+        if len(vectors) != expected:
             raise RequestError(
-                f"audio_embeds: {num_vectors} vectors, expected {self.facts.tokens + 1}, one for the end",
+                f"{modality}_embeds: {len(vectors)} vectors, expected {expected}, one for the end",
                 "multi_modal_data",
             )
-        return self._span
+        return self._item(modality, embeds=Array.of(vectors))
 
     def max_vectors(self, modality: str) -> int:
-        return self.facts.tokens + 1
+        return self._tokens(modality)[3] + 1
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        return (_LONGEST,)
+        if modality == "audio":
+            return (_LONGEST,)
+        assert self.facts.vision is not None
+        return self.facts.vision.image, self.facts.vision.image

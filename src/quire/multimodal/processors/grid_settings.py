@@ -194,6 +194,7 @@ _PIXELS = {
     ("qwen2_vl", "image"): (56 * 56, 28 * 28 * 1280),
     ("qwen2_vl", "video"): (128 * 28 * 28, 28 * 28 * 768),
     ("paddleocr_vl", "image"): (384 * 384, 1536 * 1536),
+    ("lfm3_vl", "video"): (128 * 32 * 32, 32 * 32 * 768),
     ("qwen3_vl", "video"): (128 * 32 * 32, 32 * 32 * 768),
     ("glm4v", "image"): (112 * 112, 28 * 28 * 15000),
     ("glm4v", "video"): (112 * 112, 28 * 28 * 2 * 30000),
@@ -218,7 +219,7 @@ def _read(keys: ConfigReader, facts: MediaFacts, modality: str) -> GridSettings:
     least = size.size("shortest_edge", size.size("min_pixels", default[0]))
     most = size.size("longest_edge", size.size("max_pixels", default[1]))
     is_timed = modality == "video" and bool(tower.times)
-    is_half = facts.family == "qwen3_vl" and modality == "video"
+    is_half = facts.family in ("lfm3_vl", "qwen3_vl") and modality == "video"
     mean, std = (HALF, HALF) if is_half else (CLIP_MEAN, CLIP_STD)
     return GridSettings(
         patch=keys.size("patch_size", tower.patch),

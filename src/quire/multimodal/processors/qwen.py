@@ -165,6 +165,15 @@ class GridProcessor:
         return Array.of(mrope_positions(len(token_ids), items, facts, self.tower.merge))
 
 
+class PlainGridProcessor(GridProcessor):
+    """Processor of EXAONE 4.5, HyperCLOVA X and LFM3-VL, whose decoders have plain positions."""
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
+    ) -> Array | None:
+        return None
+
+
 def _with_grid(processed: ProcessedItem, grid: PatchSpans, **arrays: NDArray[Any]) -> ProcessedItem:
     processed.facts["grid"] = list(grid)
     if arrays:

@@ -1,4 +1,5 @@
-"""Audio of Qwen2-Audio, Audio Flamingo 3, Voxtral and Qwen3-ASR: spectrograms of 100 frames per second."""
+"""Audio of Qwen2-Audio, Audio Flamingo 3, Voxtral, GLM-ASR and Qwen3-ASR: spectrograms of 100 frames per
+second."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,12 +75,40 @@ class QwenAudioProcessor(SpanProcessor):
 class AudioFlamingoProcessor(QwenAudioProcessor):
     """Processor of Audio Flamingo 3: some minutes of audio, in pieces that are normalized separately."""
 
+    max_seconds = 600
+    """Maximum length in seconds of audio, unless the checkpoint sets it."""
+
     def num_pieces(self, path: Path) -> int:
-        seconds = processor_settings(path).size("max_audio_len", 600)
+        seconds = processor_settings(path).size("max_audio_len", self.max_seconds)
         return max(1, seconds * self.audio.rate // self.audio.max_samples)
 
     def text(self, modality: str, number: int) -> str:
         return SpanProcessor.text(self, modality, number)
+
+
+class GlmAsrProcessor(AudioFlamingoProcessor):
+    """Processor of GLM-ASR: pieces that are normalized separately, the last padded with silence."""
+
+    max_seconds = 655
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        assert isinstance(content, Audio)
+        (longest,) = self.largest(modality)
+        fewest = (2 * self.facts.states - 2) * self.audio.hop + 1
+        return self._process_samples(self.audio.samples(content, arguments, longest, fewest))
+
+    def _process_samples(self, samples: Samples) -> ProcessedItem:
+        max_samples, states = self.audio.max_samples, (-(-len(samples) // self.audio.hop) + 1) // 2
+        pieces = [
+            self.audio.padded_mel(samples[at : at + max_samples])
+            for at in range(0, len(samples), max_samples)
+        ]
+        count = states // self.facts.states
+        arrays = {
+            "mel": Array.of(np.concatenate(pieces)),
+            "count": Array.of(np.array([count], np.int32)),
+        }
+        return ProcessedItem([self.image_id] * count, arrays=arrays)
 
 
 class VoxtralProcessor(QwenAudioProcessor):
