@@ -20,6 +20,8 @@ from quire.sched.admission_checks import ReadyQueue
 from quire.sched.queues import open_queue
 from quire.sched.targets import Targets
 
+NUM_STREAMED = 4000
+"""Tokens of each stream beside a long prompt."""
 DRAIN_S = 3.0
 """Seconds after the last arrival in which requests may still finish."""
 NUMBERS = itertools.count()
@@ -84,21 +86,31 @@ class Engine:
         return ended
 
 
-def beside_a_long_prompt(engine: Engine, length: int, itl_s: float | None) -> tuple[float, str]:
-    """Return the mean time between tokens of 32 streams, and a line that compares it with that beside a long
-    prompt."""
-    streams = [SimulatedRequest(0.0, 200, 4000, 1.0) for _ in range(32)]
+def gaps_of_streams(engine: Engine, long: SimulatedRequest | None, itl_s: float | None) -> np.ndarray:
+    """Run 32 streams, beside a long prompt if there is one. Return the times at which their tokens arrived
+    and the seconds since the token before, [streams, tokens, 2]; NaN for tokens that are missing."""
+    streams = [SimulatedRequest(0.0, 200, NUM_STREAMED, 1.0) for _ in range(32)]
     device = None if itl_s is None else SimulatedGpu((), 0.0, 0.0, 1.0, 60.0, itl_s)
-    long = SimulatedRequest(3.0, length, 1, 60.0)
-    ended = engine.run([*streams, long], device, 60.0)
-    first_s = long.token_times[0] if long.token_times else ended
-    gaps = [(stop, stop - start) for job in streams for start, stop in itertools.pairwise(job.token_times)]
-    before = [gap for stop, gap in gaps if 1.0 < stop < 3.0]
-    beside = [gap for stop, gap in gaps if 3.0 < stop < first_s]
-    return float(np.mean(before)), (
-        f"before it {1e3 * np.mean(before):.2f} ms between tokens, beside it mean "
-        f"{1e3 * np.mean(beside):.2f} and p99 {1e3 * np.percentile(beside, 99):.2f}; its first token "
-        f"after {first_s - 3.0:.1f} s{'' if long.token_times else ' (not within the time)'}"
+    engine.run([*streams, *([long] if long else [])], device, 60.0)
+    times = np.full((len(streams), NUM_STREAMED), np.nan)
+    for job, row in zip(streams, times, strict=True):
+        row[: len(job.token_times)] = job.token_times
+    return np.stack((times[:, 1:], np.diff(times)), axis=2)
+
+
+def beside_a_long_prompt(engine: Engine, length: int, alone_s: np.ndarray, itl_s: float | None) -> str:
+    """Return a line that compares the time between tokens of 32 streams beside a long prompt with that alone,
+    at the same lengths: `alone_s` by number of the token."""
+    long = SimulatedRequest(1.0, length, 1, 60.0)
+    times, gaps = np.moveaxis(gaps_of_streams(engine, long, itl_s), 2, 0)
+    first_s = long.token_times[0] if long.token_times else 60.0
+    is_beside = (times > 1.0) & (times < first_s)
+    same, beside = np.broadcast_to(alone_s, gaps.shape)[is_beside], gaps[is_beside]
+    return (
+        f"mean {1e3 * beside.mean():.2f} ms between tokens, p99 {1e3 * np.percentile(beside, 99):.2f}; "
+        f"alone, at the same lengths, {1e3 * same.mean():.2f}; {same.mean() / beside.mean():.0%} of that "
+        f"rate; first token of the prompt after "
+        f"{first_s - 1.0:.1f} s{'' if long.token_times else ' (not within the time)'}"
     )
 
 
@@ -141,13 +153,14 @@ def main() -> None:
         label = tokens or ("targets" if targets is device else f"{1e3 * targets.itl_s:g} ms")
         print(f"{load:5.1f} {label:>8} {result_row(jobs, ended, targets.itl_s)}", flush=True)
     if args.long_prompt:
-        itl_s = None
+        engine.use(most)
+        alone_s = np.nanmean(gaps_of_streams(engine, None, None)[:, :, 1], axis=0)
+        itl_s = 2 * float(alone_s.mean())
         for setting in (most, None):
             engine.use(setting)
-            label = setting or f"targets, {1e3 * (itl_s or 0):.1f} ms"
-            alone_s, line = beside_a_long_prompt(engine, args.long_prompt, itl_s)
+            label = setting or f"targets, {1e3 * itl_s:.1f} ms"
+            line = beside_a_long_prompt(engine, args.long_prompt, alone_s, None if setting else itl_s)
             print(f"{args.long_prompt} tokens beside 32 streams, {label}: {line}", flush=True)
-            itl_s = 2 * alone_s  # the target of the second run
 
 
 if __name__ == "__main__":
