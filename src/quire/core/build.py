@@ -13,7 +13,7 @@ from quire.executor import EXECUTORS, Executor
 from quire.executor.worker_process import num_compilers
 from quire.kernels.compile_processes import compile_processes
 from quire.logs import get_logger
-from quire.memory import MAX_SAMPLES, CacheSize, max_kept, max_span, max_vectors
+from quire.memory import MAX_SAMPLES, CacheSize, max_forced, max_kept, max_span, max_vectors
 from quire.sched.encoder_cache import EncoderCache
 from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
@@ -126,6 +126,7 @@ def build_scheduler(
         fair=limits.share_by_key,
         targets=targets,
         drafting=_build_drafting(config),
+        max_forced=max_forced(config),
         routed=routed,
         adapters=adapters,
         media=EncoderCache(

@@ -13,6 +13,7 @@ from quire.sched.admission_checks import AdmissionChecks, ReadyQueue
 from quire.sched.encoder_cache import EncoderCache, strip_arrays
 from quire.sched.fairness import Capacity, FairShare
 from quire.sched.fault_isolation import FaultIsolation
+from quire.sched.forced import ForcedDrafts
 from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, StepLimits
@@ -43,12 +44,13 @@ class Admitter:
         reserve_full_prompt: bool,
         watermark: float,
         fair: bool = False,
+        forced: ForcedDrafts,
         drafting: Drafting | None = None,
         targets: Targets | None = None,
     ) -> None:
         """Build the admitter. With `fair`, the tokens of a step are divided between tenants; with `targets`,
         prompts are limited and ordered by the latency targets of requests."""
-        self.drafting, self.targets = drafting, targets
+        self.drafting, self.forced, self.targets = drafting, forced, targets
         self.kv = kv
         if kv.tiers is not None:
             kv.tiers.running = running
@@ -148,10 +150,15 @@ class Admitter:
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
         """Choose drafts for the running rows, within the token limit of the step and the free blocks. Return
         `chunks` (tokens of each row) and `growth` (needed blocks), both with the drafts, and the drafts."""
-        drafting, rows = self.drafting, self.running.order
-        if drafting is None or self.fault_isolation:
+        drafting, running, rows = self.drafting, self.running, self.running.order
+        if self.fault_isolation or (drafting is None and not running.constrained[rows].any()):
             return chunks, growth, NO_DRAFTS
-        drafts = drafting.draft(self.running, chunks, self._draft_budget(int(chunks.sum())))
+        budget = self._draft_budget(int(chunks.sum()))
+        drafts = self.forced.draft(running, chunks, budget)
+        if drafting is not None:
+            forced, num_forced = drafts, len(drafts.token_ids)
+            with_forced = chunks + forced.counts if num_forced else chunks
+            drafts = forced.merged(drafting.draft(running, with_forced, budget - num_forced))
         if len(drafts.counts):
             with_drafts = self.kv.growth(rows, growth.lengths + drafts.counts)
             if with_drafts.shortage:

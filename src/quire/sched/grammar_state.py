@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from quire.data.params import ReasoningIds, SamplingParams
 from quire.data.request import Request
@@ -16,6 +16,15 @@ class GrammarMatcher(Protocol):
 
     def copy(self) -> Self:
         """Return a matcher in the same state."""
+
+
+class AllowedTokens(NamedTuple):
+    """The tokens that a sampled position allows."""
+
+    matcher: GrammarMatcher | None
+    """Matcher that allows tokens; None if only `extra_token` is allowed."""
+    extra_token: int | None
+    """Token allowed in addition to the matcher's."""
 
 
 class GrammarState:
@@ -69,15 +78,30 @@ class GrammarState:
             return None
         return self._reasoning.end[_overlap(self._generated, self._reasoning.end)]
 
-    def after_drafts(self, drafts: Sequence[int]) -> Iterator[Self]:
-        """Yield this state, then the state after each draft token, up to one that ends the constraint."""
-        state = self
-        yield state
-        for token_id in drafts:
-            state = state.copy()
-            if state.advance(token_id) or state.is_unconstrained:
+    def allowed_after(
+        self, drafts: Sequence[int], forced: Sequence[int] = ()
+    ) -> Iterator[tuple[int, AllowedTokens]]:
+        """Yield the number of draft tokens before a position, and the tokens that it allows, for the next
+        token and after each draft token, up to one that ends the constraint. Positions that allow all tokens
+        are left out. `forced` are the next tokens that the grammar forces."""
+        state, num_drafts = self, 0
+        for token_id, forced_id in zip(drafts, forced, strict=False):
+            if token_id != forced_id:
+                break
+            yield num_drafts, AllowedTokens(None, token_id)
+            state = self.copy() if state is self else state
+            num_drafts += 1
+            if state.advance(token_id):
                 return
-            yield state
+        while True:
+            if state.matcher is not None or state.extra_token is not None:
+                yield num_drafts, AllowedTokens(state.matcher, state.extra_token)
+            if num_drafts == len(drafts):
+                return
+            state = state.copy()
+            if state.advance(drafts[num_drafts]) or state.is_unconstrained:
+                return
+            num_drafts += 1
 
     def copy(self) -> Self:
         """Return a copy that advances on its own."""

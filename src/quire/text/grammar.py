@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -43,6 +44,10 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{n}}}" for n in _SHORT), 
 allowed, they are not tested one by one. Short slices are for strings of limited length
 (benchmarks/grammar_masks.py)."""
 COMPILING_THREADS = 2
+MAX_FORCED = 16
+"""Most tokens of one row that are looked up as forced by its grammar."""
+MAX_FORCED_RUNS = 1 << 14
+"""Most positions in texts for which the forced tokens are remembered."""
 MIN_PARALLEL = 4
 """Minimum number of matchers for which several threads are faster than one."""
 CORE_SHARE = 3 / 8
@@ -122,6 +127,8 @@ class Grammars:
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._tokens = TokenSpellings((), ())
+        self._forced: dict[MaskKey, list[int]] = {}
+        """Forced tokens by the position in the text after which they follow."""
         self._threads: ThreadPoolExecutor | None = None
         self._is_slow = False
         """Whether the masks of the last step took long to fill (SLOW_FILL_S)."""
@@ -226,6 +233,23 @@ class Grammars:
             started = time.perf_counter()
             fill_next_token_bitmask_par(self._all_cores if self._is_slow else self._executor, rows, target)
             self._is_slow = self.fills_in_thread and time.perf_counter() - started > SLOW_FILL_S
+
+    def forced_tokens(self, matcher: Matcher) -> list[int]:
+        """Return the tokens that the grammar forces after a sequence: each is the only one that is allowed
+        after those before it. Empty: the next token is not forced."""
+        key = matcher.mask_key
+        tokens = None if key is None else self._forced.get(key)
+        if tokens is None:
+            tokens = matcher.forced_tokens(MAX_FORCED)
+            if (key := matcher.mask_key) is not None:
+                # Positions with the same key are the same up to the length of the longest token.
+                lengths = (len(spelled[0]) if (spelled := self._tokens[id]) else 0 for id in tokens)
+                within = [length <= self._tokens.max_bytes for length in accumulate(lengths)]
+                tokens = tokens[: sum(within)]
+                if len(self._forced) >= MAX_FORCED_RUNS:
+                    self._forced.clear()
+                self._forced[key] = tokens
+        return tokens
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
         """Advance matchers, each by its next token, and return the verdicts, as `Matcher.advance` does."""

@@ -83,6 +83,21 @@ class Matcher:
             self._deferred = []
         return self._inner
 
+    def forced_tokens(self, most: int) -> list[int]:
+        """Return up to `most` tokens, each the only one that the grammar allows after those before it. Only
+        runs of bytes that the grammar forces are found."""
+        inner, tokens = self.inner, list[int]()
+        if inner.is_error() or inner.is_stopped() or not inner.compute_ff_bytes():
+            return tokens
+        if self._text is not None:
+            self._text.force()
+        ahead = inner.deep_copy()
+        while len(tokens) < most and (forced := ahead.compute_ff_tokens()):
+            tokens.append(forced[0])
+            if not ahead.consume_token(forced[0]):
+                break
+        return tokens
+
     def defer(self, token_id: int, masks: MaskMemory) -> bool:
         """Move on in the text by the next token. Return True if its mask and that after it are remembered:
         then the sequence does not end here, and llguidance's matcher may follow when it is needed."""

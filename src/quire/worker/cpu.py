@@ -13,7 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult, spread
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
-from quire.memory import MAX_TAPED, activation_bytes, tape_bytes
+from quire.memory import MAX_TAPED, activation_bytes, max_forced, tape_bytes
 from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.random import SamplingTensors
@@ -84,7 +84,8 @@ class CpuDevice:
         memory. `weights` is the size of the weights in bytes."""
         facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
-        num_samples = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
+        num_samples = limits.max_num_seqs * (1 + most) + max_forced(config)
+        num_samples = max(min(num_samples, limits.max_num_batched_tokens), 1)
         activations = activation_bytes(
             facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=num_samples
         )
