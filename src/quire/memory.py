@@ -24,7 +24,7 @@ _PAIRS_AT_ONCE = 8192
 MAX_SAMPLES = 512
 """Maximum number of positions that a step with draft tokens samples on a GPU. With more, verifying the drafts
 costs more time than they save."""
-MAX_FORCED = 128
+MAX_FORCED = 64
 """Maximum number of tokens forced by grammars that a step computes as draft tokens."""
 GRAPH_BYTES = 8 << 20
 """Approximate number of bytes that the CUDA driver allocates for one CUDA graph."""
@@ -64,9 +64,9 @@ def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs:
 def max_forced(config: EngineConfig) -> int:
     """Return the most tokens forced by grammars that a step computes as draft tokens; 0 if it has none.
 
-    On a GPU a step with them would leave the graph of its decodes. A draft model proposes drafts where they
-    are computed, so that no others can be beside them. The other features cannot compute drafts, or not
-    without a speculative decoding method."""
+    On a GPU a step with them would leave the graph of its decodes, and with MLA on a CPU its tape. A draft
+    model proposes drafts where they are computed, so that no others can be beside them. The other features
+    cannot compute drafts, or not without a speculative decoding method."""
     spec, parallel, facts = config.speculation, config.parallel, config.checkpoint.facts
     without_drafts = (
         config.machine.device != "cpu",
@@ -75,7 +75,7 @@ def max_forced(config: EngineConfig) -> int:
         parallel.pipeline_parallel_size > 1 or steps_together(parallel),
         len(config.extensions.logits_processors) > 0,
         config.extensions.return_sampling_mask,
-        facts.borrowed is not None or has_ssm_state(cache_specs(facts)),
+        facts.borrowed is not None or facts.mla is not None or has_ssm_state(cache_specs(facts)),
     )
     return 0 if any(without_drafts) else MAX_FORCED
 

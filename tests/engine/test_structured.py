@@ -249,7 +249,10 @@ def mixed(llm: LLM, batches: int = 1) -> list[list[Any]]:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[list[Any]]:
-    return mixed(llm, batches=len(MIXED))
+    forced = llm.llm_engine.core.scheduler.admitter.forced
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forced, "_max_tokens", 0)
+        return mixed(llm, batches=len(MIXED))
 
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -259,6 +262,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 16, "async_scheduling": True},
     "few blocks": {"num_gpu_blocks_override": 40, "async_scheduling": True, "max_model_len": 128},
     "no graphs": {"enforce_eager": True, "enable_prefix_caching": False},
+    "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "two ranks": {"tensor_parallel_size": 2, "cpu_threads": 1, "async_scheduling": True},
 }
 TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "cpu_threads": 1}
@@ -291,6 +295,42 @@ def test_constrained_row_is_in_every_step(model: TextModel) -> None:
         engine.step()
         steps += 1
     assert steps <= 12
+
+
+NAMES = ["quick_brown_foxes", "lazy_sleeping_dogs"]
+KEYS = {
+    "type": "object",
+    "properties": {name: {"type": "boolean"} for name in NAMES},
+    "required": NAMES,
+    "additionalProperties": False,
+}
+FORCED = {"json": KEYS, "disable_any_whitespace": True}
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_forced_tokens_save_steps(
+    model: TextModel, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches forced tokens that take a step each, and drafts that change tokens, logprobs or usage."""
+    engine = open_text(model, async_scheduling=is_ahead).llm_engine
+    answers, num_steps = [], []
+    for max_tokens in (0, 128):
+        monkeypatch.setattr(engine.core.scheduler.admitter.forced, "_max_tokens", max_tokens)
+        for name, fields in (("a", {"logprobs": 2}), ("b", {"repetition_penalty": 1.2, "max_tokens": 12})):
+            engine.add_request(name, PROMPT, params(FORCED, **fields))
+        outputs, steps = {}, 0
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step()}
+            steps += 1
+        answers.append([outputs[name].outputs[0] for name in ("a", "b")])
+        num_steps.append(steps)
+    assert num_steps[1] < (0.8 if is_ahead else 0.6) * num_steps[0], num_steps
+    for plain, drafted in zip(*answers, strict=True):
+        assert (plain.token_ids, plain.finish_reason) == (drafted.token_ids, drafted.finish_reason)
+    for plain_step, drafted_step in zip(answers[0][0].logprobs, answers[1][0].logprobs, strict=True):
+        assert [*plain_step] == [*drafted_step]
+        for token_id, logprob in plain_step.items():
+            assert logprob.logprob == pytest.approx(drafted_step[token_id].logprob, abs=1e-3)
 
 
 def test_grammar_starts_after_reasoning_in_the_engine(llm: LLM) -> None:

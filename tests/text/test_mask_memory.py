@@ -149,6 +149,29 @@ def test_remembered_masks_are_those_of_the_grammar(
     assert share > (0.3 if name in ("records", "lists of lists", "references", "long text") else 0)
 
 
+@pytest.mark.parametrize("constraint", [{"json": PERSON}, {"regex": "[a-c]x(hello hello){2}[0-9]"}])
+def test_forced_tokens_are_the_only_allowed_ones(vocabulary: Vocabulary, constraint: dict[str, Any]) -> None:
+    """Catches draft tokens that a mask would not allow alone, also where they are remembered."""
+    grammars, draw, num_forced = Grammars(lambda: vocabulary), random.Random(1), 0
+    params = StructuredOutputsParams(**constraint, disable_any_whitespace=True)
+    fresh = np.zeros((1, grammars.num_words), np.uint32)
+    for _ in range(20):
+        matcher, verdict = grammars.compile(params), ""
+        for _ in range(80):
+            ahead = matcher.copy()
+            for token_id in grammars.forced_tokens(matcher):
+                grammars._compute([(ahead, 0)], fresh)
+                assert np.flatnonzero(np.unpackbits(fresh.view(np.uint8), bitorder="little")) == [token_id]
+                ahead.advance(token_id)
+                num_forced += 1
+            bits, _, _ = masks_of(grammars, [matcher])
+            allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
+            (verdict,) = grammars.advance([(matcher, int(draw.choice(allowed)))])
+            if verdict:
+                break
+    assert num_forced > 50
+
+
 @pytest.mark.parametrize(
     ("schema", "texts"),
     [

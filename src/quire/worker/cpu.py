@@ -67,7 +67,9 @@ class CpuDevice:
         """Buffers of taped steps for the output of the previous pipeline stage."""
         self._eager_buffers = lru_cache(_MAX_BUFFERS)(_new_buffers)
         self._tapes = Tapes()
-        self._max_taped = MAX_TAPED
+        self._max_taped, self._max_mixed_taped = MAX_TAPED, 0
+        """Most tokens of a taped step: of one in which all rows compute the same number of tokens, and of one
+        in which some rows have more draft tokens."""
         self.drafter: Drafter | None = None
         self.drafts_are_sampled = False
         """Whether draft tokens are sampled like the target's, with the same random numbers; else they are
@@ -99,6 +101,8 @@ class CpuDevice:
     def warm_up(self, config: EngineConfig) -> None:
         if config.model.enforce_eager:
             self._max_taped = 0
+        elif max_forced(config):
+            self._max_mixed_taped = MAX_TAPED
 
     def use_drafter(
         self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
@@ -120,7 +124,9 @@ class CpuDevice:
             self._propose(self.drafter, plan, all_rows)
         features = self.model.features(plan, all_rows, self.block_tables.device)
         sizes = features.sizes(plan, len(all_rows.block_tables))
-        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped
+        is_uniform = plan.query_len > 0
+        max_taped = self._max_taped if is_uniform else self._max_mixed_taped
+        taped = plan.total_tokens <= max_taped and (is_uniform or len(plan.logit_rows) == plan.total_tokens)
         taped = taped and not features.has_media and not features.is_eager
         buffers, inputs = self._taped_buffers(sizes) if taped else self._eager_buffers(sizes)
         buffers.write(plan, all_rows)
@@ -137,7 +143,7 @@ class CpuDevice:
 
         if not taped:
             return self.model.step(run, batch.intermediate_tensors)
-        key = len(plan.rows), plan.query_len, sampled_in_graph, features.has_adapters
+        key = len(plan.rows), plan.total_tokens, is_uniform, sampled_in_graph, features.has_adapters
         return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
