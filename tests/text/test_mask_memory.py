@@ -1,11 +1,14 @@
 """Tests of remembered masks: they are those that the grammar would compute again."""
 
+import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from quire.data.params import StructuredOutputsParams
 from quire.text import json_states
@@ -13,6 +16,7 @@ from quire.text.grammar import Grammars, Vocabulary
 from quire.text.grammar_lexers import MAX_SEQUENCES_PER_LEXER, Matcher
 from quire.text.json_nodes import SchemaReader
 from quire.text.mask_memory import MaskMemory
+from quire.text.parsers.call_grammar import CallFormat, calls_grammar, free_text_marks
 
 WORD = {"type": "string", "minLength": 2, "maxLength": 9}
 PERSON = {
@@ -170,6 +174,43 @@ def test_forced_tokens_are_the_only_allowed_ones(vocabulary: Vocabulary, constra
             if verdict:
                 break
     assert num_forced > 50
+
+
+TAGS = {
+    "triggers": ["},{", "日本", "ab"],
+    "structures": [
+        {"begin": "},{", "schema": {"enum": ["x"]}, "end": "}"},
+        {"begin": "日本", "schema": {"type": "null"}, "end": ";"},
+        {"begin": "ab1", "schema": {"type": "boolean"}, "end": ""},
+    ],
+}
+CALLS = {
+    name: calls_grammar(format, {"name": {"type": "object"}}, SimpleNamespace(added_tokens=added, is_special=added.get))
+    for name, format, added in (
+        ("mark of text", CallFormat("},{", "NAME(ARGUMENTS)", repeats=True), {}),
+        ("mark of a token", CallFormat("<eos>", "NAME(ARGUMENTS)"), {1: AddedToken("<eos>", special=True)}),
+        ("mark at the start", CallFormat("", "ab NAME(ARGUMENTS)"), {}),
+    )
+}
+
+
+@pytest.mark.parametrize("constraint", ["tags", *CALLS])
+def test_masks_of_free_text_are_remembered(vocabulary: Vocabulary, constraint: str) -> None:
+    """Catches positions between the parts of a trigger or of a character that are taken for one another."""
+    grammars = Grammars(lambda: vocabulary)
+    params = (
+        StructuredOutputsParams(structural_tag=json.dumps(TAGS))
+        if constraint == "tags"
+        else StructuredOutputsParams(grammar=CALLS[constraint])
+    )
+    assert max(follow(grammars, params, seed) for seed in range(4)) > 0.3
+
+
+def test_grammars_of_other_forms_have_no_free_text() -> None:
+    for old, new in (("begun", "begin"), ("TEXT: /(.|", "TEXT: /(a|")):
+        assert free_text_marks(CALLS["mark of text"]) and not free_text_marks(
+            CALLS["mark of text"].replace(old, new)
+        )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 from quire.data.step_plan import Verdict
 from quire.logs import get_logger
+from quire.text.free_text import FreeText, FreeTextPosition
 from quire.text.json_states import JsonStates, MaskKey, TextPosition
 from quire.text.mask_memory import MaskMemory
 
@@ -51,7 +52,7 @@ _DOES_NOT_FIT = "doesn't satisfy the grammar"
 class Matcher:
     """The state of one sequence in its grammar, which determines the tokens that may follow."""
 
-    def __init__(self, inner: "LLMatcher", lexer: "Lexer", text: TextPosition | None) -> None:
+    def __init__(self, inner: "LLMatcher", lexer: "Lexer", text: TextPosition | FreeTextPosition | None) -> None:
         self._inner = inner
         self.lexer = lexer
         self._text = text
@@ -149,7 +150,7 @@ class Lexer:
     lexer run one at a time, and matchers of different lexers run in parallel."""
 
     def __init__(
-        self, start: "LLMatcher", seconds: float, num_chars: int, states: JsonStates | None = None
+        self, start: "LLMatcher", seconds: float, num_chars: int, states: JsonStates | FreeText | None = None
     ) -> None:
         self._start = start
         self.states = states
@@ -185,7 +186,7 @@ class Lexers:
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
         """Source text of the grammar that the lexers are compiled from."""
-        self.states: JsonStates | None = None
+        self.states: JsonStates | FreeText | None = None
         """Positions in texts of the grammar, which its lexers share."""
         self._all: list[Lexer] = []
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import RequestError
 from quire.text.parsers.calls import types_of
@@ -179,6 +179,31 @@ def calls_grammar(
     tokens are matched by token id. An `answer_schema` needs a format with an opening mark."""
     assert format.opening or answer_schema is None
     return _Grammar(format, _special_tokens(tokenizer)).write(schemas, answer_schema)
+
+
+class FreeTextMarks(NamedTuple):
+    """The marks until which the text of a grammar is free."""
+
+    triggers: list[str]
+    """Texts that begin calls; empty if a special token does."""
+    not_first: str
+    """Character that begins calls if it is the first of the output; empty: no such character."""
+
+
+_LAZY_TEXT = re.compile(r"start: \(begun .*\)\* TEXT\n(?:.*\n)*?begun(?:\[lazy\])?: TEXT (.*)\n")
+_PLAIN_TEXT = re.compile(r"start: plain\? \|.*\n(?:.*\n)*?plain: /\[\^\\?(.)\]\(\.\|\\n\)\*/\n")
+
+
+def free_text_marks(grammar: str) -> FreeTextMarks | None:
+    """Return the marks until which texts of a grammar are free, if it has the form in which `calls_grammar`
+    writes grammars of optional calls; None for other grammars."""
+    if not grammar.endswith("\n".join(_TERMINALS)):
+        return None
+    if (lazy := _LAZY_TEXT.match(grammar)) is not None:
+        mark = lazy[1]
+        return FreeTextMarks([json.loads(mark)] if mark.startswith('"') else [], "")
+    plain = _PLAIN_TEXT.match(grammar)
+    return None if plain is None else FreeTextMarks([], plain[1])
 
 
 def _special_tokens(tokenizer: "Tokenizer") -> dict[str, int]:
