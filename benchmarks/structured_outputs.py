@@ -36,6 +36,12 @@ RECORD = {
 }
 
 
+TAG = {
+    "triggers": ["<function="],
+    "structures": [{"begin": "<function=record>", "schema": RECORD, "end": "</function>"}],
+}
+
+
 def _unlimited(schema: Any) -> Any:
     """Return the schema with strings of any length."""
     if isinstance(schema, list):
@@ -57,6 +63,7 @@ ASKED: dict[str, dict[str, Any] | None] = {
     "text": {"json": _many({"type": "string"})},
     "names": {"json": _many({"type": "string", "pattern": "^[A-Z][a-z]+( [A-Z][a-z]+)*$"})},
     "times": {"json": _many({"type": "string", "format": "date-time"})},
+    "before a tag": {"structural_tag": json.dumps(TAG)},
     "regex, unrolled": {"regex": "([a-z]{2,9} ){400}"},
 }
 """Most schemas are like "usual". Bounded strings and counted repetitions are the worst cases: for each number
