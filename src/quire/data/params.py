@@ -117,6 +117,8 @@ class ReasoningIds(msgspec.Struct, frozen=True):
     end: tuple[int, ...]
     open: bool
     """Whether the prompt ends inside the reasoning."""
+    last_words: tuple[int, ...] = ()
+    """Tokens before `end` when it is forced because the budget of the reasoning is spent."""
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
@@ -263,10 +265,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         end = vocab + num_extra_vocab
         for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias", "stop_token_ids"):
             _check_in_vocab(name, getattr(self, name) or (), end)
-        if self.reasoning is not None:
-            if not self.reasoning.end:
+        if (marks := self.reasoning) is not None:
+            if not marks.end:
                 _fail("reasoning", ".end must not be empty")
-            _check_in_vocab("reasoning", (*self.reasoning.start, *self.reasoning.end), end)
+            _check_in_vocab("reasoning", (*marks.start, *marks.last_words, *marks.end), end)
         elif self.thinking_token_budget is not None:
             _fail("thinking_token_budget", "needs a reasoning parser: set one")
         words = self.bad_words_token_ids or ()
@@ -484,15 +486,13 @@ def _struct(name: str, value: Any, kind: type[S]) -> S | None:
         return value
     if not isinstance(value, dict):
         _fail(name, "must be an object", value)
-    unknown = sorted(set(value) - set(kind.__struct_fields__))
-    if unknown:
+    if unknown := sorted(set(value) - set(kind.__struct_fields__)):
         _fail(name, f"has unknown keys {', '.join(unknown)}; known: {', '.join(kind.__struct_fields__)}")
     return kind(**value)
 
 
 def _check_in_vocab(name: str, ids: Iterable[int], vocab: int) -> None:
-    unknown = [token_id for token_id in ids if not 0 <= token_id < vocab]
-    if unknown:
+    if unknown := [token_id for token_id in ids if not 0 <= token_id < vocab]:
         raise RequestError(
             f"token_id(s) {reprlib.repr(unknown)} in {name} contain out-of-vocab token ids. Vocabulary size: "
             f"{vocab}",

@@ -76,7 +76,8 @@ class GrammarState:
             return None if self._matcher is None else self._reasoning.start[len(self._generated)]
         if self._budget is None or len(self._generated) < self._budget:
             return None
-        return self._reasoning.end[_overlap(self._generated, self._reasoning.end)]
+        forced = (*self._reasoning.last_words, *self._reasoning.end)
+        return forced[_overlap(self._generated, forced)]
 
     def allowed_after(
         self, drafts: Sequence[int], forced: Sequence[int] = ()

@@ -173,6 +173,21 @@ def test_tool_call_is_not_counted_as_reasoning(reasoning: str, tools: str, thoug
     assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
 
 
+@pytest.mark.parametrize("parser", ["", "qwen3"])
+def test_reasoning_config_names_the_marks_and_the_last_words(parser: str) -> None:
+    config = {"reasoning_start_str": "<think>", "reasoning_end_str": " Enough.</think>"}
+    if not parser:
+        config = {"reasoning_start_str": "<plan>", "reasoning_end_str": "</plan>"}
+    answer = THOUGHT.replace("think", "think" if parser else "plan") + "Yes."
+    engine = FakeEngine(answer)
+    settings = {"reasoning_config": config | {"reasoning_parser": parser}}
+    reply = chat(engine, settings, thinking_token_budget=9).json()
+    assert reply["choices"][0]["message"]["reasoning"] and reply["choices"][0]["message"]["content"] == "Yes."
+    ids = engine.seen[0][2].reasoning
+    assert engine.tokenizer.decode([*ids.last_words, *ids.end]).endswith(config["reasoning_end_str"])
+    assert bool(ids.last_words) == bool(parser)
+
+
 @pytest.mark.parametrize(
     "body",
     [
