@@ -49,10 +49,13 @@ def render(format: CallFormat, *calls: tuple[str, dict[str, Any]]) -> str:
         for key, value in arguments.items():
             is_text = isinstance(value, str)
             shown = value if is_text and not format.quotes else json.dumps(value, ensure_ascii=False)
+            shown = format.string_mark + shown + format.string_mark if is_text else shown
             filled = format.parameter.replace("KEY", key).replace("IS_STRING", json.dumps(is_text))
+            filled = filled.replace("TYPE", "string" if is_text else "object")
             parameters.append(filled.replace("VALUE", shown))
         text = format.call.replace("NAME", name).replace("DIGITS", "0")
-        text = text.replace("PARAMETERS", (", " if format.quotes else "").join(parameters))
+        text = text.replace("HEADER", " <|constrain|>json")
+        text = text.replace("PARAMETERS", format.separator.join(parameters))
         texts.append(text.replace("ARGUMENTS", json.dumps(arguments, ensure_ascii=False)))
     if format.repeats:
         return "".join(format.opening + text for text in texts)
@@ -63,8 +66,10 @@ def render(format: CallFormat, *calls: tuple[str, dict[str, Any]]) -> str:
 def tokenizer_of(format: CallFormat, special: bool) -> tuple[Tokenizer, Grammars]:
     """Return a tokenizer that has the marks of the format as tokens, and the grammars over its vocabulary."""
     backend = byte_tokenizer().backend
-    written = format.opening + format.call + format.after
-    marks = [AddedToken(mark, special=special, normalized=False) for mark in re.findall("<[^>=]+>", written)]
+    parts = format.opening, format.call, format.after, format.string_mark, format.text_end, *format.free
+    written = "".join(parts) + ("<|constrain|>" if "HEADER" in format.call else "")
+    texts = dict.fromkeys(re.findall(r"\]<\]minimax\[>\[|<[^>=]+>", written))
+    marks = [AddedToken(mark, special=special, normalized=False) for mark in texts]
     (backend.add_special_tokens if special else backend.add_tokens)(marks)
     tokenizer = Tokenizer(backend, special_tokens={}, chat_template="")
     vocabulary = vocabulary_of(tokenizer, len(tokenizer), (EOS,))
@@ -81,15 +86,16 @@ def accepts(format: CallFormat, text: str, *, special: bool = False, **options: 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_parser_returns_the_calls_of_its_format(name: str) -> None:
-    pieces = TOOLS[name](schemas=SCHEMAS).parse(render(FORMATS[name], CALL, ("now", {})))
+    nested = {"k": {"a": 'x, "}y', "b": ["{"]}}
+    pieces = TOOLS[name](schemas=SCHEMAS).parse(render(FORMATS[name], CALL, ("now", {}), ("any", nested)))
     starts = [piece.name for piece in pieces if isinstance(piece, ToolStart)]
     arguments = [
         json.loads(
             "".join(p.text for p in pieces if isinstance(p, ToolArguments) and p.index == index) or "{}"
         )
-        for index in (0, 1)
+        for index in (0, 1, 2)
     ]
-    assert (starts, arguments) == (["weather", "now"], [CALL[1], {}])
+    assert (starts, arguments) == (["weather", "now", "any"], [CALL[1], {}, nested])
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -134,9 +140,44 @@ def test_special_tokens_are_matched_by_id() -> None:
     assert f"opening: <[{end}]>" in grammar and '"</s>"' not in grammar
 
 
-@pytest.mark.parametrize(("parser", "has_format"), [("glm47", True), ("openai", False), ("", False)])
-def test_names_of_parsers(parser: str, has_format: bool) -> None:
-    assert (format_of(parser, engine().tokenizer) is not None) == has_format
+@pytest.mark.parametrize("parser", TOOLS)
+def test_every_parser_has_strict_tools(parser: str) -> None:
+    """Three formats need special tokens, without which their marks cannot be told from text."""
+    needed = {"openai": "<|message|>", "gigachat3": "<|function_call|>", "kimi_k3": "<|sep|>"}
+    assert (format_of(parser, engine().tokenizer) is None) == (parser in needed)
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens([AddedToken(needed.get(parser, "<tool_calls:opensource>"), special=True)])
+    format = format_of(parser, Tokenizer(backend, special_tokens={}, chat_template=""))
+    assert format is not None
+    if parser == "hy_v3":
+        calls = render(format, CALL)
+        assert calls.count(":opensource>") == 13
+        pieces = TOOLS[parser](schemas=SCHEMAS).parse(calls)
+        assert [piece.name for piece in pieces if isinstance(piece, ToolStart)] == ["weather"]
+
+
+def test_unknown_parser_has_no_format() -> None:
+    assert format_of("", engine().tokenizer) is None
+
+
+HEADERS = (
+    "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+    " to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.now<|message|>{}<|call|>",
+    "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.any "
+    '<|message|>{"k": 1}<|call|>',
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+)
+
+
+@pytest.mark.parametrize("text", HEADERS)
+def test_messages_of_harmony(text: str) -> None:
+    """Catches messages in channels that the grammar of strict tools does not accept, and calls in them that
+    it does not constrain."""
+    assert accepts(FORMATS["openai"], text, special=True)
+    for old, new in (("functions.now", "functions.new"), ("{}", '{"x": 1}'), ('{"k": 1}', "[1]")):
+        if old in text:
+            assert not accepts(FORMATS["openai"], text.replace(old, new), special=True)
 
 
 def test_size_of_the_grammar_is_limited() -> None:

@@ -67,9 +67,12 @@ class GemmaCalls(ToolParser):
         plain: list[str] = []
         depth = 0
         while True:
-            mark = yield from self.until((self.marks.quote, *"{}[],"), plain.append)
+            mark = yield from self.until((self.marks.quote, *'"{}[],'), plain.append)
             if not mark:
                 return None
+            if mark == '"':
+                yield from self._json_string(plain)
+                continue
             if not depth and mark in "},":
                 return _scalar("".join(plain))
             yield from self.take(mark)
@@ -84,6 +87,22 @@ class GemmaCalls(ToolParser):
                 return None
             yield from self.take(self.marks.quote)
             plain.append(json.dumps("".join(quoted)))
+
+
+    def _json_string(self, plain: list[str]) -> Wait[None]:
+        """Append a quote to `plain`, with the rest of the string if it begins a string in a list or object,
+        where strings of JSON may be, too."""
+        yield from self.take('"')
+        plain.append('"')
+        if "".join(plain[:-1]).rstrip()[-1:] not in (*"{[,:",):
+            return
+        while mark := (yield from self.until(('"', "\\"), plain.append)):
+            yield from self.take(mark)
+            plain.append(mark)
+            if mark == '"':
+                return
+            plain.append((yield from self.peek()))
+            self._position += 1
 
 
 def _scalar(plain: str) -> str:
