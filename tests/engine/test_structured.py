@@ -308,9 +308,7 @@ FORCED = {"json": KEYS, "disable_any_whitespace": True}
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_forced_tokens_save_steps(
-    model: TextModel, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forced_tokens_save_steps(model: TextModel, is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches forced tokens that take a step each, and drafts that change tokens, logprobs or usage."""
     engine = open_text(model, async_scheduling=is_ahead).llm_engine
     answers, num_steps = [], []

@@ -104,7 +104,7 @@ def test_grammar_of_a_resumed_request_continues_after_its_output() -> None:
 
 
 def test_last_words_are_forced_before_the_end_of_reasoning() -> None:
-    """Catches a budget that ends the reasoning by its mark alone, and an end of its own that is not noticed."""
+    """Catches a budget that ends the reasoning by its mark alone, and an own end that is overlooked."""
     words, reasoning = (5, 6), ReasoningIds(START, END, True, (5, 6))
     for early in (False, True):
         params = SamplingParams(thinking_token_budget=2, reasoning=reasoning)

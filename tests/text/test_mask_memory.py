@@ -185,7 +185,9 @@ TAGS = {
     ],
 }
 CALLS = {
-    name: calls_grammar(format, {"name": {"type": "object"}}, SimpleNamespace(added_tokens=added, is_special=added.get))
+    name: calls_grammar(
+        format, {"name": {"type": "object"}}, SimpleNamespace(added_tokens=added, is_special=added.get)
+    )
     for name, format, added in (
         ("mark of text", CallFormat("},{", "NAME(ARGUMENTS)", repeats=True), {}),
         ("mark of a token", CallFormat("<eos>", "NAME(ARGUMENTS)"), {1: AddedToken("<eos>", special=True)}),

@@ -15,6 +15,7 @@ from quire.kernels.compile_processes import compile_processes
 from quire.logs import get_logger
 from quire.memory import MAX_SAMPLES, CacheSize, max_forced, max_kept, max_span, max_vectors
 from quire.sched.encoder_cache import EncoderCache
+from quire.sched.forced import ForcedDrafts
 from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
 from quire.sched.proposers import NUM_DRAFT_KINDS, proposer_of
@@ -111,7 +112,7 @@ def build_scheduler(
         targets = Targets(fair=limits.share_by_key, policy=limits.scheduling_policy)
     if config.extensions.enable_return_routed_experts and moe is not None:
         routed = RoutedExperts(kv, moe.experts + moe.num_identity_experts)
-    return Scheduler(
+    scheduler = Scheduler(
         kv=kv,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_scheduled_tokens,
@@ -126,7 +127,6 @@ def build_scheduler(
         fair=limits.share_by_key,
         targets=targets,
         drafting=_build_drafting(config),
-        max_forced=max_forced(config),
         routed=routed,
         adapters=adapters,
         media=EncoderCache(
@@ -135,6 +135,9 @@ def build_scheduler(
             undivided_items=max_span(config) is not None,
         ),
     )
+    if (most := max_forced(config)) and grammars is not None:
+        scheduler.admitter.forced = ForcedDrafts(scheduler.constraints, most)
+    return scheduler
 
 
 def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:

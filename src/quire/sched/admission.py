@@ -44,13 +44,14 @@ class Admitter:
         reserve_full_prompt: bool,
         watermark: float,
         fair: bool = False,
-        forced: ForcedDrafts,
         drafting: Drafting | None = None,
         targets: Targets | None = None,
     ) -> None:
         """Build the admitter. With `fair`, the tokens of a step are divided between tenants; with `targets`,
         prompts are limited and ordered by the latency targets of requests."""
-        self.drafting, self.forced, self.targets = drafting, forced, targets
+        self.drafting, self.targets = drafting, targets
+        self.forced: ForcedDrafts | None = None
+        """Draft tokens that grammars force; None: such tokens are computed one by one."""
         self.kv = kv
         if kv.tiers is not None:
             kv.tiers.running = running
@@ -150,15 +151,17 @@ class Admitter:
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
         """Choose drafts for the running rows, within the token limit of the step and the free blocks. Return
         `chunks` (tokens of each row) and `growth` (needed blocks), both with the drafts, and the drafts."""
-        drafting, running, rows = self.drafting, self.running, self.running.order
-        if self.fault_isolation or (drafting is None and not running.constrained[rows].any()):
+        running, rows = self.running, self.running.order
+        has_forced = self.forced is not None and running.constrained[rows].any()
+        if self.fault_isolation or (self.drafting is None and not has_forced):
             return chunks, growth, NO_DRAFTS
-        budget = self._draft_budget(int(chunks.sum()))
-        drafts = self.forced.draft(running, chunks, budget)
-        if drafting is not None:
-            forced, num_forced = drafts, len(drafts.token_ids)
-            with_forced = chunks + forced.counts if num_forced else chunks
-            drafts = forced.merged(drafting.draft(running, with_forced, budget - num_forced))
+        budget, drafts = self._draft_budget(int(chunks.sum())), NO_DRAFTS
+        if self.forced is not None and has_forced:
+            drafts = self.forced.draft(running, chunks, budget)
+        if self.drafting is not None:
+            with_forced = chunks + drafts.counts if len(drafts.counts) else chunks
+            others = self.drafting.draft(running, with_forced, budget - len(drafts.token_ids))
+            drafts = drafts.merged(others)
         if len(drafts.counts):
             with_drafts = self.kv.growth(rows, growth.lengths + drafts.counts)
             if with_drafts.shortage:

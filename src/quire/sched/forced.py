@@ -13,7 +13,7 @@ class ForcedDrafts:
     """Chooses draft tokens for the rows whose grammar allows only one text next."""
 
     def __init__(self, constraints: Constraints, max_tokens: int) -> None:
-        """Build it for at most `max_tokens` forced tokens of a step; 0: none."""
+        """Build it for at most `max_tokens` forced tokens of a step."""
         self._constraints = constraints
         self._max_tokens = max_tokens
 

@@ -15,12 +15,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.data.request import Request
-from quire.data.step_plan import FinishReason, Ints, StepOutput, StepPlan, StepResult
+from quire.data.step_plan import Admission, FinishReason, Ints, StepOutput, StepPlan, StepResult
 from quire.sched.admission import Admitter
 from quire.sched.admission_checks import AdmissionChecks
 from quire.sched.encoder_cache import EncoderCache
 from quire.sched.fault_isolation import FaultIsolation
-from quire.sched.forced import ForcedDrafts
 from quire.sched.grammar import Constraints, GrammarCompiler
 from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, KVManager
@@ -52,15 +51,13 @@ class Scheduler:
         grammars: GrammarCompiler | None = None,
         fair: bool = False,
         drafting: Drafting | None = None,
-        max_forced: int = 0,
         adapters: LoRAScheduler | None = None,
         media: EncoderCache | None = None,
         routed: RoutedExperts | None = None,
         targets: Targets | None = None,
     ) -> None:
         """Build the scheduler. With several pipeline stages, a row is planned once its last token is known,
-        and the plan contains this token. With `fair`, tokens are divided between tenants (API keys). A step
-        has at most `max_forced` draft tokens that grammars force."""
+        and the plan contains this token. With `fair`, tokens are divided between tenants (API keys)."""
         self.kv, self.routed = kv, routed
         self.limits = StepLimits(
             max_rows=max_num_seqs,
@@ -86,7 +83,6 @@ class Scheduler:
             watermark=watermark,
             fair=fair,
             drafting=drafting,
-            forced=ForcedDrafts(self.constraints, max_forced),
             targets=targets,
         )
         self.requests: dict[str, Request] = {}
@@ -161,8 +157,9 @@ class Scheduler:
         self.media.take(self.running, chunks)
         block_rows, block_ids = self.kv.grow(growth)
         self.kv.index(self.running, self.running.order, growth.lengths)
-        is_full, budget = self.num_preemptions > num_preemptions, self.limits.budget - int(chunks.sum())
-        admitted = [] if is_full else self.admitter.admit(budget, self._notes)
+        admitted: list[tuple[Admission, int]] = []
+        if self.num_preemptions == num_preemptions:
+            admitted = self.admitter.admit(self.limits.budget - int(chunks.sum()), self._notes)
         rows = self.running.order
         num_tokens = np.append(chunks, np.array([chunk for _, chunk in admitted], np.int32))
         drafts = drafts.padded(len(admitted))

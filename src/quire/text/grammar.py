@@ -376,9 +376,7 @@ def _from_schema(schema: Any, params: StructuredOutputsParams) -> str:
     )
 
 
-def _states_of(
-    params: StructuredOutputsParams, tokens: TokenSpellings
-) -> JsonStates | FreeText | None:
+def _states_of(params: StructuredOutputsParams, tokens: TokenSpellings) -> JsonStates | FreeText | None:
     """Return the positions in texts of the params; None: there are none, and masks are not remembered."""
     if params.structural_tag is not None:
         return FreeText(json.loads(params.structural_tag)["triggers"], tokens)

@@ -52,7 +52,9 @@ _DOES_NOT_FIT = "doesn't satisfy the grammar"
 class Matcher:
     """The state of one sequence in its grammar, which determines the tokens that may follow."""
 
-    def __init__(self, inner: "LLMatcher", lexer: "Lexer", text: TextPosition | FreeTextPosition | None) -> None:
+    def __init__(
+        self, inner: "LLMatcher", lexer: "Lexer", text: TextPosition | FreeTextPosition | None
+    ) -> None:
         self._inner = inner
         self.lexer = lexer
         self._text = text

@@ -148,6 +148,9 @@ class Parsers:
             )
         parser = make_parser()
         reasoning = reasoning_ids(parser, tokenizer, self._marks.end)
+        # The grammar of strict tools has messages of reasoning in it, unless their length is limited.
+        begins_at_once = unconstrained and bool(tools.strict) and getattr(parser, "reads_all", False)
+        begins_at_once = begins_at_once and body.thinking_token_budget in (None, -1)
         special = reasoning is not None and any(map(tokenizer.is_special, (*reasoning.start, *reasoning.end)))
         return AnswerFormat(
             make_parser,
@@ -155,6 +158,7 @@ class Parsers:
             reasoning,
             tuple(_encode(mark, tokenizer) for mark in parser.reasoning_breaks),
             reasoning is not None
+            and not begins_at_once
             and (reasoning.open or _may_think(text, parser, reasoning, enable_thinking)),
         )
 

@@ -88,7 +88,6 @@ class GemmaCalls(ToolParser):
             yield from self.take(self.marks.quote)
             plain.append(json.dumps("".join(quoted)))
 
-
     def _json_string(self, plain: list[str]) -> Wait[None]:
         """Append a quote to `plain`, with the rest of the string if it begins a string in a list or object,
         where strings of JSON may be, too."""
