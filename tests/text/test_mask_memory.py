@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from quire.data.params import StructuredOutputsParams
-from quire.text import json_states
+from quire.text import json_states, token_paths
 from quire.text.grammar import Grammars, Vocabulary
 from quire.text.grammar_lexers import MAX_SEQUENCES_PER_LEXER, Matcher
 from quire.text.json_nodes import SchemaReader
@@ -208,6 +208,32 @@ def test_masks_of_free_text_are_remembered(vocabulary: Vocabulary, constraint: s
     assert max(follow(grammars, params, seed) for seed in range(4)) > 0.3
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"choice": ["yes", "no", "ab", "aab", "日"]},
+        {"regex": "[ab]{1,3}x?"},
+        {"grammar": 'start: "ab" /[0-2]/'},
+    ],
+)
+def test_masks_of_short_texts_are_remembered(vocabulary: Vocabulary, constraint: dict[str, Any]) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    params = StructuredOutputsParams(**constraint)
+    assert max(follow(grammars, params, seed) for seed in range(3)) > 0.8
+
+
+def test_unrolled_texts_that_do_not_repeat_are_not_followed(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches masks of long texts that are kept, though no text reaches them again."""
+    monkeypatch.setattr(token_paths, "MAX_NEW", 64)
+    grammars, params = Grammars(lambda: vocabulary), StructuredOutputsParams(regex="[a-z ]{300}")
+    follow(grammars, params, 1)
+    states = grammars.compile(params).lexer.states
+    assert not states.is_useful and states.num_bytes < 100_000
+    assert grammars.compile(params).mask_key is None
+
+
 def test_grammars_of_other_forms_have_no_free_text() -> None:
     for old, new in (("begun", "begin"), ("TEXT: /(.|", "TEXT: /(a|")):
         assert free_text_marks(CALLS["mark of text"]) and not free_text_marks(
@@ -366,14 +392,21 @@ def test_masks_are_right_when_positions_and_masks_are_dropped(
     assert follow(grammars, StructuredOutputsParams(json=SCHEMAS["records"]), seed=1) > 0
 
 
-def test_other_constraints_are_not_remembered(vocabulary: Vocabulary) -> None:
-    grammars = Grammars(lambda: vocabulary)
-    for params in (
-        StructuredOutputsParams(json=PERSON, whitespace_pattern="[,x]*"),
-        StructuredOutputsParams(json=PERSON | {"x-guidance": {"item_separator": ";"}}),
-        StructuredOutputsParams(grammar='start: "a"+'),
-    ):
-        assert grammars.compile(params).mask_key is None
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json": PERSON, "whitespace_pattern": "[,x]*"},
+        {"json": PERSON | {"x-guidance": {"item_separator": ";"}}},
+        {"grammar": 'start: "a"+'},
+    ],
+)
+def test_other_constraints_have_no_positions_of_a_schema(
+    vocabulary: Vocabulary, constraint: dict[str, Any]
+) -> None:
+    """Catches masks of a schema that are remembered for texts of another syntax."""
+    grammars, params = Grammars(lambda: vocabulary), StructuredOutputsParams(**constraint)
+    follow(grammars, params, 1)
+    assert isinstance(grammars.compile(params).lexer.states, token_paths.TokenPaths)
 
 
 def test_a_token_that_does_not_fit_ends_a_row_although_masks_are_remembered(vocabulary: Vocabulary) -> None:

@@ -21,10 +21,20 @@ from quire.data.params import StructuredOutputsParams
 from quire.data.step_plan import Verdict
 from quire.errors import RequestError
 from quire.text.free_text import FreeText
-from quire.text.grammar_lexers import MAX_BYTES, MAX_LEXER_STATES, Lexer, LexerCache, Lexers, Matcher, shorten
+from quire.text.grammar_lexers import (
+    MAX_BYTES,
+    MAX_LEXER_STATES,
+    Lexer,
+    LexerCache,
+    Lexers,
+    Matcher,
+    TextStates,
+    shorten,
+)
 from quire.text.json_states import JsonStates, MaskKey, TokenSpellings
 from quire.text.mask_memory import MaskMemory
 from quire.text.parsers.call_grammar import free_text_marks
+from quire.text.token_paths import TokenPaths
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -376,25 +386,24 @@ def _from_schema(schema: Any, params: StructuredOutputsParams) -> str:
     )
 
 
-def _states_of(params: StructuredOutputsParams, tokens: TokenSpellings) -> JsonStates | FreeText | None:
-    """Return the positions in texts of the params; None: there are none, and masks are not remembered."""
+def _states_of(params: StructuredOutputsParams, tokens: TokenSpellings) -> TextStates:
+    """Return the positions in texts of the params."""
     if params.structural_tag is not None:
         return FreeText(json.loads(params.structural_tag)["triggers"], tokens)
-    if params.grammar is not None:
-        marks = free_text_marks(params.grammar)
-        return None if marks is None else FreeText(marks.triggers, tokens, marks.not_first)
+    if params.grammar is not None and (marks := free_text_marks(params.grammar)) is not None:
+        return FreeText(marks.triggers, tokens, marks.not_first)
     if params.json_object:
         return JsonStates({"type": "object"}, tokens)
     if params.json is None or (params.whitespace_pattern or "").strip(" "):
-        return None
+        return TokenPaths()
     schema = json.loads(params.json) if isinstance(params.json, str) else params.json
     if "x-guidance" in schema:
-        return None
+        return TokenPaths()
     schema = _close_objects(schema) if params.disable_additional_properties else schema
     try:
         return JsonStates(schema, tokens)
     except RecursionError:
-        return None
+        return TokenPaths()
 
 
 def _close_objects(schema: Any) -> Any:

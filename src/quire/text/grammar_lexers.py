@@ -10,11 +10,14 @@ from quire.logs import get_logger
 from quire.text.free_text import FreeText, FreeTextPosition
 from quire.text.json_states import JsonStates, MaskKey, TextPosition
 from quire.text.mask_memory import MaskMemory
+from quire.text.token_paths import TokenPath, TokenPaths
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLMatcher
 
 log = get_logger(__name__)
+Text = TextPosition | FreeTextPosition | TokenPath
+TextStates = JsonStates | FreeText | TokenPaths
 
 MAX_GRAMMARS = 256
 """Maximum number of compiled grammars that are kept; the least recently used grammars are dropped."""
@@ -52,9 +55,7 @@ _DOES_NOT_FIT = "doesn't satisfy the grammar"
 class Matcher:
     """The state of one sequence in its grammar, which determines the tokens that may follow."""
 
-    def __init__(
-        self, inner: "LLMatcher", lexer: "Lexer", text: TextPosition | FreeTextPosition | None
-    ) -> None:
+    def __init__(self, inner: "LLMatcher", lexer: "Lexer", text: Text | None) -> None:
         self._inner = inner
         self.lexer = lexer
         self._text = text
@@ -152,7 +153,7 @@ class Lexer:
     lexer run one at a time, and matchers of different lexers run in parallel."""
 
     def __init__(
-        self, start: "LLMatcher", seconds: float, num_chars: int, states: JsonStates | FreeText | None = None
+        self, start: "LLMatcher", seconds: float, num_chars: int, states: TextStates | None = None
     ) -> None:
         self._start = start
         self.states = states
@@ -188,7 +189,7 @@ class Lexers:
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
         """Source text of the grammar that the lexers are compiled from."""
-        self.states: JsonStates | FreeText | None = None
+        self.states: TextStates | None = None
         """Positions in texts of the grammar, which its lexers share."""
         self._all: list[Lexer] = []
 

@@ -202,7 +202,8 @@ REPORTS = {
         "<｜tool_calls_begin｜>\n"
         + "\n".join(
             '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">\n'
-            f'<steptml:parameter name="{key}">{value}</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>'
+            f'<steptml:parameter name="{key}">{value}</steptml:parameter>\n'
+            "</steptml:invoke><｜tool_call_end｜>"
             for key, value in (("query", "x"), ("i", "4"))
         )
         + "\n<｜tool_calls_end｜>",
