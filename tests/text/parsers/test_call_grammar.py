@@ -1,8 +1,10 @@
 """Tests of the grammars of optional tool calls, in every format that has one."""
 
 import json
+import random
 import re
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -207,3 +209,105 @@ def test_grammars_are_checked_by_bytes_alone(name: str, special: bool) -> None:
     for params in wrong:
         with pytest.raises(RequestError):
             grammars.check(StructuredOutputsParams(**params))
+
+
+BFCL: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "live_parallel_3": [
+        ("get_current_weather", {"location": "Cancún, QR", "unit": "celsius"}),
+        ("get_current_weather", {"location": "Playa del Carmen, QR"}),
+        ("get_current_weather", {"location": "Tulum, QR", "unit": ""}),
+    ],
+    "live_parallel_4": [
+        ("get_current_weather", {"location": "Boston, USA", "url": "https://api.open-meteo.com/v1/forecast"})
+    ],
+    "live_parallel_11": [
+        ("log_food", {"food_name": "frozen mango", "portion_amount": 8.0, "portion_unit": "piece"}),
+        ("log_food", {"food_name": "chai tea", "portion_amount": 1.0, "meal_type": "snack"}),
+    ],
+    "live_parallel_15": [
+        ("cmd_controller.execute", {"command": "dir c:\\"}),
+        ("cmd_controller.execute", {"command": "echo.>C:\\testing.txt", "unit": "N/A"}),
+    ],
+    "simple_javascript_2": [
+        (
+            "extractLastTransactionId",
+            {"filepath": "/var/log/db.log", "status": ["completed", "failed"], "encoding": "utf-8"},
+        )
+    ],
+    "simple_javascript_3": [
+        ("submitAtCoordinate", {"action": "submit", "formId": "loginForm", "coordinates": [60, 30]})
+    ],
+    "simple_javascript_5": [
+        (
+            "manageReactState",
+            {
+                "store": {
+                    "initialState": "initialStateObject",
+                    "middlewares": ["loggerMiddleware"],
+                    "enhancers": ["applyMiddleware('myMiddleWare')"],
+                },
+                "context": "React.createContext()",
+                "hooks": {"useStateSelector": "useStateSelectorHook"},
+            },
+        )
+    ],
+    "simple_javascript_12": [
+        (
+            "performDataFetch",
+            {
+                "apiEndpoint": "https://api.example.com/data",
+                "requestConfig": {"method": "GET"},
+                "expectedResponse": {"key": "value"},
+                "handleErrors": True,
+            },
+        )
+    ],
+    "simple_javascript_13": [
+        ("DynamicChartGenerator", {"userData": ["userDataArray"], "scalingFactor": 3.0, "options": {}})
+    ],
+    "simple_javascript_16": [
+        ("rotateVertices", {"vertices": [[10.0, 15.0], [20.0, 25.0]], "pivot": [12.0, 17.0], "angle": 30.0})
+    ],
+    "simple_javascript_28": [
+        ("filterBooksByAuthor", {"library": ["bookA", "bookB", "bookC"], "author": "J.K. Rowling"})
+    ],
+    "simple_javascript_43": [
+        ("invokeCallback", {"callback": "processResult", "error": "null", "value": "Operation successful"})
+    ],
+    "simple_javascript_45": [
+        ("Sde", {"t": "https://github.com/yarnpkg/berry", "e": {"startingCwd": "/home/user/projects"}})
+    ],
+    "simple_javascript_46": [("vOe", {"r": "packageInfo", "e": "version", "t": "1.2.3"})],
+}
+"""Calls of the Berkeley Function Calling Leaderboard, version 4 (Apache 2.0): those of its possible answers
+with unusual names and values."""
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_published_calls_are_returned_and_follow_their_grammar(name: str) -> None:
+    format, rng = FORMATS[name], random.Random(name)
+    for case, calls in BFCL.items():
+        schemas: dict[str, dict[str, Any]] = {}
+        for function, arguments in calls:
+            properties = schemas.setdefault(function, {"type": "object", "properties": {}})["properties"]
+            properties |= {key: {"type": _TYPES[type(value)]} for key, value in arguments.items()}
+        text = render(format, *calls)
+        tokenizer, grammars = tokenizer_of(format, special=True)
+        params = StructuredOutputsParams(grammar=calls_grammar(format, schemas, tokenizer))
+        matcher = grammars.compile(params)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert all(matcher.advance(id) != "error" for id in ids) and matcher.inner.is_accepting(), case
+        for num_cuts in (0, 1, 7, len(text) - 1):
+            cuts = sorted(rng.sample(range(1, len(text)), num_cuts))
+            parser = TOOLS[name](schemas=schemas, make_id=lambda index, function: str(index))
+            parts = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+            pieces = [piece for part in parts for piece in parser.feed(part)] + parser.end()
+            starts = [piece.name for piece in pieces if isinstance(piece, ToolStart)]
+            returned = [
+                json.loads(
+                    "".join(p.text for p in pieces if isinstance(p, ToolArguments) and p.index == index)
+                )
+                for index in range(len(starts))
+            ]
+            assert list(zip(starts, returned, strict=True)) == calls, (case, parts)

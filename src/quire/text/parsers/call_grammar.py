@@ -252,13 +252,18 @@ or their marks are not told from text."""
 _NEW_MISTRAL = CallFormat("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", repeats=True)
 
 
+def _open_source(text: str) -> str:
+    """Return the text with the tags of published checkpoints of Hunyuan 3."""
+    return re.sub("(tool_calls?|tool_sep|arg_key|arg_value)>", r"\1:opensource>", text)
+
+
+_HY_V3 = FORMATS["hy_v3"]
 _OPEN_HY_V3 = replace(
-    FORMATS["hy_v3"],
-    **{
-        name: re.sub("(tool_calls?|tool_sep|arg_key|arg_value)>", r"\1:opensource>", text)
-        for name in ("opening", "call", "parameter", "after")
-        if isinstance(text := getattr(FORMATS["hy_v3"], name), str)
-    },
+    _HY_V3,
+    opening=_open_source(_HY_V3.opening),
+    call=_open_source(_HY_V3.call),
+    parameter=_open_source(_HY_V3.parameter),
+    after=_open_source(_HY_V3.after),
 )
 """Format of the published checkpoints of Hunyuan 3."""
 
