@@ -37,6 +37,9 @@ _LAUNCH_FLOPS = 7 * 10**12
 MAX_TAPED = 64
 """Maximum number of sequences of a decode step that a CPU records once and replays. In larger steps, the
 overhead of Python calls does not matter."""
+MAX_MIXED_ROWS, MAX_MIXED_DRAFTS = 16, 16
+"""Most decodes, and most draft tokens of all of them, of a step that a CPU records although its rows have
+different numbers of draft tokens. A tape takes about 0.7 MiB with 30 layers, so few shapes may have one."""
 NUM_OFFLOAD_BUFFERS = 2
 """Number of device buffers for offloaded layers: one layer computes while the next is copied."""
 _CHECKPOINT_SHARE = 4

@@ -3,7 +3,7 @@
 import numpy as np
 
 from quire.data.step_plan import Ints
-from quire.memory import MAX_TAPED
+from quire.memory import MAX_MIXED_DRAFTS, MAX_MIXED_ROWS, MAX_TAPED
 from quire.sched.grammar import Constraints
 from quire.sched.running import Running
 from quire.sched.spec import NO_DRAFTS, Drafts
@@ -25,7 +25,7 @@ class ForcedDrafts:
         rows = running.order
         most = min(self._max_tokens, budget)
         if len(rows) <= MAX_TAPED:  # the step stays one that a tape replays
-            most = min(most, MAX_TAPED - len(rows))
+            most = min(most, MAX_MIXED_DRAFTS if len(rows) <= MAX_MIXED_ROWS else 0)
         decodes = (chunks == 1) & (running.num_tokens[rows] - running.num_computed[rows] == 1)
         places = np.flatnonzero(decodes & running.constrained[rows] & running.drafts[rows])
         if most < 1 or not len(places):

@@ -13,7 +13,14 @@ from quire.config.engine import EngineConfig
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult, spread
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
-from quire.memory import MAX_TAPED, activation_bytes, max_forced, tape_bytes
+from quire.memory import (
+    MAX_MIXED_DRAFTS,
+    MAX_MIXED_ROWS,
+    MAX_TAPED,
+    activation_bytes,
+    max_forced,
+    tape_bytes,
+)
 from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.random import SamplingTensors
@@ -67,9 +74,8 @@ class CpuDevice:
         """Buffers of taped steps for the output of the previous pipeline stage."""
         self._eager_buffers = lru_cache(_MAX_BUFFERS)(_new_buffers)
         self._tapes = Tapes()
-        self._max_taped, self._max_mixed_taped = MAX_TAPED, 0
-        """Most tokens of a taped step: of one in which all rows compute the same number of tokens, and of one
-        in which some rows have more draft tokens."""
+        self._max_taped, self._tapes_mixed = MAX_TAPED, False
+        """Most tokens of a taped step, and whether rows of such a step may have different numbers of drafts."""
         self.drafter: Drafter | None = None
         self.drafts_are_sampled = False
         """Whether draft tokens are sampled like the target's, with the same random numbers; else they are
@@ -101,8 +107,7 @@ class CpuDevice:
     def warm_up(self, config: EngineConfig) -> None:
         if config.model.enforce_eager:
             self._max_taped = 0
-        elif max_forced(config):
-            self._max_mixed_taped = MAX_TAPED
+        self._tapes_mixed = max_forced(config) > 0
 
     def use_drafter(
         self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
@@ -125,8 +130,7 @@ class CpuDevice:
         features = self.model.features(plan, all_rows, self.block_tables.device)
         sizes = features.sizes(plan, len(all_rows.block_tables))
         is_uniform = plan.query_len > 0
-        max_taped = self._max_taped if is_uniform else self._max_mixed_taped
-        taped = plan.total_tokens <= max_taped and (is_uniform or len(plan.logit_rows) == plan.total_tokens)
+        taped = plan.total_tokens <= self._max_taped and (is_uniform or self._is_mixed_taped(plan))
         taped = taped and not features.has_media and not features.is_eager
         buffers, inputs = self._taped_buffers(sizes) if taped else self._eager_buffers(sizes)
         buffers.write(plan, all_rows)
@@ -145,6 +149,17 @@ class CpuDevice:
             return self.model.step(run, batch.intermediate_tensors)
         key = len(plan.rows), plan.total_tokens, is_uniform, sampled_in_graph, features.has_adapters
         return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
+
+    def _is_mixed_taped(self, plan: StepPlan) -> bool:
+        """Whether a step is taped in which rows have different numbers of draft tokens."""
+        num_drafts = plan.total_tokens - len(plan.rows)
+        return (
+            self._tapes_mixed
+            and len(plan.logit_rows) == plan.total_tokens
+            and len(plan.rows) <= MAX_MIXED_ROWS
+            and num_drafts <= MAX_MIXED_DRAFTS
+            and num_drafts & (num_drafts - 1) == 0
+        )
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
         """Return a step of one dummy token for an engine without requests: with expert parallelism, every
