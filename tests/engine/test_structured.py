@@ -15,6 +15,7 @@ from quire.configure import vocabulary_of
 from quire.data.outputs import CompletionOutput
 from quire.data.params import ReasoningIds
 from quire.errors import RequestError
+from quire.kernels.cpu import native
 from quire.text.grammar import Grammars
 
 PERSON = {
@@ -329,6 +330,18 @@ def test_forced_tokens_save_steps(model: TextModel, is_ahead: bool, monkeypatch:
         assert [*plain_step] == [*drafted_step]
         for token_id, logprob in plain_step.items():
             assert logprob.logprob == pytest.approx(drafted_step[token_id].logprob, abs=1e-3)
+
+
+def test_steps_with_forced_tokens_of_some_rows_are_taped(model: TextModel) -> None:
+    """Catches steps that leave the tape since their rows compute different numbers of tokens, which takes
+    longer than the steps that they save."""
+    llm = open_text(model)
+    free, forced = params(max_tokens=60, ignore_eos=True), params(FORCED, max_tokens=60)
+    for _ in range(3):
+        llm.generate([PROMPT] * 2, [free, forced], use_tqdm=False)
+    tapes = llm.llm_engine.core.executor._worker._runner.device._tapes._tapes
+    mixed = [tape for (_, _, is_uniform, *_), tape in tapes.items() if not is_uniform]
+    assert native.library() is None or any(mixed), tapes.keys()
 
 
 def test_grammar_starts_after_reasoning_in_the_engine(llm: LLM) -> None:

@@ -75,7 +75,7 @@ class CpuDevice:
         self._eager_buffers = lru_cache(_MAX_BUFFERS)(_new_buffers)
         self._tapes = Tapes()
         self._max_taped, self._tapes_mixed = MAX_TAPED, False
-        """Most tokens of a taped step, and whether rows of such a step may have different numbers of drafts."""
+        """Most tokens of a taped step, and whether its rows may have different numbers of drafts."""
         self.drafter: Drafter | None = None
         self.drafts_are_sampled = False
         """Whether draft tokens are sampled like the target's, with the same random numbers; else they are
