@@ -218,6 +218,18 @@ def test_unsupported_grammars_are_rejected_before_running(
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("settings", [{}, {"backend": "auto"}])
+def test_vocabulary_is_prepared_at_start_if_structured_outputs_are_configured(
+    model: TextModel, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, futures = Grammars.prepare, list[Any]()
+    monkeypatch.setattr(Grammars, "prepare", lambda grammars: futures.append(prepare(grammars)))
+    grammars = open_text(model, structured_outputs_config=settings).llm_engine.inputs.grammars
+    assert len(futures) == len(settings)
+    for future in futures:
+        assert future.result() is grammars.open()
+
+
 def test_structured_outputs_need_a_tokenizer(model: TextModel) -> None:
     bare = open_text(model, skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="skip_tokenizer_init"):

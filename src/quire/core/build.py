@@ -43,6 +43,9 @@ def build_core(
     together."""
     limit_thread_spinning()
     config = with_largest(config)
+    grammars = grammars or open_grammars(config)
+    if grammars is not None and config.model.structured_outputs_config:
+        grammars.prepare()  # beside the loading of weights
     lockstep = open_lockstep(config.parallel, token)
     publisher, backend = None, config.parallel.distributed_executor_backend
     try:
@@ -82,7 +85,7 @@ def build_core(
             if publisher is not None:
                 publisher.close()
             raise
-    scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters, kv)
+    scheduler = build_scheduler(config, cache, grammars, adapters, kv)
     return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache
 
 

@@ -141,7 +141,6 @@ class Grammars:
         self._tokens = TokenSpellings((), ())
         self._forced: dict[MaskKey, list[int]] = {}
         """Forced tokens by the position in the text after which they follow."""
-        self._threads: ThreadPoolExecutor | None = None
         self._is_slow = False
         """Whether the masks of the last step took long to fill (SLOW_FILL_S)."""
 
@@ -178,9 +177,15 @@ class Grammars:
 
     def begin(self, params: StructuredOutputsParams) -> Future[Matcher]:
         """Run `compile` in a thread, and return its future."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="quire-grammar")
         return self._threads.submit(self.compile, params)
+
+    def prepare(self) -> "Future[LLTokenizer]":
+        """Open the vocabulary in a thread, so that the first grammar does not have to."""
+        return self._threads.submit(self.open)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="quire-grammar")
 
     @property
     def fills_in_thread(self) -> bool:
