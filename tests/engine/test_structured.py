@@ -370,6 +370,13 @@ def test_grammar_starts_after_reasoning_in_the_engine(llm: LLM) -> None:
         ask(llm, None, thinking_token_budget=3)
 
 
+def test_grammar_may_constrain_the_reasoning(model: TextModel) -> None:
+    llm = open_text(model, structured_outputs_config={"enable_in_reasoning": True})
+    for reasoning in (OPENED, REASONING):
+        (answer,) = ask(llm, {"regex": "[0-9]{4}"}, reasoning=reasoning, thinking_token_budget=2)
+        assert re.fullmatch("[0-9]{4}", answer.text) and answer.finish_reason == "stop"
+
+
 def test_vocabulary_matches_the_grammar_library(llm: LLM) -> None:
     """Compare the vocabulary built from token bytes with the slower one built from tokenizer.json."""
     tokenizer = llm.get_tokenizer()

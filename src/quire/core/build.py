@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from quire.checkpoint.layout import cache_specs, has_ssm_state
 from quire.config.engine import EngineConfig
+from quire.config.structured_outputs import constrains_reasoning
 from quire.configure import open_grammars, open_tokenizer
 from quire.core.dp_sync import open_lockstep
 from quire.core.engine_core import EngineCore
@@ -138,6 +139,7 @@ def build_scheduler(
             undivided_items=max_span(config) is not None,
         ),
     )
+    scheduler.constraints.constrains_reasoning = constrains_reasoning(config.model.structured_outputs_config)
     if (most := max_forced(config)) and grammars is not None:
         scheduler.admitter.forced = ForcedDrafts(scheduler.constraints, most)
     return scheduler

@@ -94,6 +94,8 @@ class Constraints:
 
     def __init__(self, grammars: GrammarCompiler | None) -> None:
         self._grammars = grammars
+        self.constrains_reasoning = False
+        """Whether grammars begin with the first token of an output, not after its reasoning."""
         self.needs_recheck = False
         self._compiling: dict[str, Future[GrammarMatcher]] = {}
         self._waiting: dict[str, Request] = {}
@@ -153,7 +155,9 @@ class Constraints:
                 failed[id] = None
             else:
                 self.needs_recheck = True
-                self._states_by_id[id] = grammar_state_of(self._waiting.pop(id), future.result())
+                self._states_by_id[id] = grammar_state_of(
+                    self._waiting.pop(id), future.result(), constrains_reasoning=self.constrains_reasoning
+                )
                 del self._compiling[id]
         return failed
 

@@ -51,6 +51,10 @@ class GrammarState:
             elif matcher is not None:
                 self._text_matcher = matcher.copy()
 
+    def skip_reasoning(self) -> None:
+        """Treat the whole output as text of the grammar."""
+        self._reasoning = None
+
     @property
     def is_unconstrained(self) -> bool:
         """Whether nothing constrains the request any more."""
@@ -140,10 +144,14 @@ class GrammarState:
         return verdict
 
 
-def grammar_state_of(request: Request, matcher: GrammarMatcher | None) -> GrammarState:
+def grammar_state_of(
+    request: Request, matcher: GrammarMatcher | None, *, constrains_reasoning: bool = False
+) -> GrammarState:
     """Return the grammar state of a new request, advanced by its output so far. The output is not empty if
-    another engine core began the request."""
+    another engine core began the request. With `constrains_reasoning`, a grammar begins at once."""
     state = GrammarState(matcher, request.params)
+    if constrains_reasoning and matcher is not None:
+        state.skip_reasoning()
     for token_id in request.tokens[request.prompt_len :]:
         state.advance(token_id)
     return state
