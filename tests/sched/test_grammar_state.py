@@ -113,3 +113,14 @@ def test_last_words_are_forced_before_the_end_of_reasoning() -> None:
             assert state.extra_token in (None, token_id)
             assert state.advance(token_id) == ""
         assert state.is_unconstrained
+
+
+def test_a_call_within_the_reasoning_is_constrained() -> None:
+    """Catches strict tools that hold after the end mark of the reasoning alone."""
+    reasoning = ReasoningIds(START, END, True, breaks=((9,), (7, 8)))
+    state = GrammarState(TokenGrammar(7, 8, 3), SamplingParams(reasoning=reasoning))
+    for token_id in (1, 9, 7, 7):  # the grammar does not begin with 9
+        assert state.advance(token_id) == "" and state.grammar_matcher is None
+    assert state.advance(8) == ""
+    matcher: Any = state.grammar_matcher
+    assert matcher.left == [3]

@@ -18,8 +18,7 @@ from quire.logs import get_logger, warn_once
 logger = get_logger(__name__)
 
 MAX_SEQUENCES = 16384
-MAX_LOGPROB_TOKEN_IDS = 128
-MAX_BAD_WORDS = 128
+MAX_LOGPROB_TOKEN_IDS, MAX_BAD_WORDS = 128, 128
 MAX_STOP_TOKEN_IDS = 4096
 MAX_PATTERN_SIZE = 256
 """Largest `max_pattern_size`: each new token is compared with up to this number of earlier tokens."""
@@ -27,8 +26,7 @@ MAX_SALT_CHARS = 256
 """Maximum characters of a `cache_salt`, which every sequence of a call copies."""
 REPORT_MODE = "kv_cache_report_mode"
 """Key of `extra_args`. With `full`, KV events also report the cached blocks that a request reuses."""
-MIN_TEMPERATURE = 0.01
-MIN_BIAS, MAX_BIAS = -100.0, 100.0
+MIN_TEMPERATURE, MIN_BIAS, MAX_BIAS = 0.01, -100.0, 100.0
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -119,6 +117,8 @@ class ReasoningIds(msgspec.Struct, frozen=True):
     """Whether the prompt ends inside the reasoning."""
     last_words: tuple[int, ...] = ()
     """Tokens before `end` when it is forced because the budget of the reasoning is spent."""
+    breaks: tuple[tuple[int, ...], ...] = ()
+    """Other token sequences that end the reasoning if a grammar of the output may begin with them."""
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):

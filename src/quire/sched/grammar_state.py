@@ -128,7 +128,19 @@ class GrammarState:
         end = list(self._reasoning.end)
         if self._generated[-len(end) :] == end:
             self._reasoning = None
+        elif self._matcher is not None:
+            self._break_off(self._matcher, self._reasoning.breaks)
         return ""
+
+    def _break_off(self, matcher: GrammarMatcher, breaks: tuple[tuple[int, ...], ...]) -> None:
+        """End the reasoning if the generated tokens end with one of the `breaks`, such as the mark of a tool
+        call, and the grammar may begin with it."""
+        for mark in breaks:
+            if tuple(self._generated[-len(mark) :]) == mark:
+                begun = matcher.copy()
+                if not any(begun.advance(token_id) for token_id in mark):
+                    self._matcher, self._reasoning = begun, None
+                    return
 
     def _open(self, start: tuple[int, ...], token_id: int) -> Verdict:
         if tuple(self._generated) == start:

@@ -294,6 +294,15 @@ def test_strict_calls_in_channels_are_constrained_from_the_first_token(
     assert params.structured_outputs is not None and (params.reasoning is None) == is_constrained
 
 
+def test_strict_call_may_end_the_reasoning() -> None:
+    engine = FakeEngine(THOUGHT + ONE)
+    engine.facts.chat_template = OPENS
+    chat(engine, HERMES | {"reasoning_parser": "qwen3"}, tools=STRICT)
+    reasoning = engine.seen[-1][2].reasoning
+    assert reasoning is not None and reasoning.open
+    assert [engine.tokenizer.decode([*mark]) for mark in reasoning.breaks] == ["<tool_call>"]
+
+
 def test_response_format_constrains_answers_without_tool_calls() -> None:
     engine = FakeEngine('{"city": "x"}')
     response_format = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}

@@ -156,7 +156,7 @@ class Parsers:
             make_parser,
             parser.keeps_special_tokens or special,
             reasoning,
-            tuple(_encode(mark, tokenizer) for mark in parser.reasoning_breaks),
+            () if reasoning is None else reasoning.breaks,
             reasoning is not None
             and not begins_at_once
             and (reasoning.open or _may_think(text, parser, reasoning, enable_thinking)),
@@ -180,7 +180,8 @@ def reasoning_ids(
     start, end = (_encode(mark, tokenizer) for mark in parser.reasoning_marks)
     words, mark, rest = forced_end.rpartition(parser.reasoning_marks[1])
     last_words = _encode(words, tokenizer) if mark and not rest else ()
-    return ReasoningIds(start, end, parser.opened, last_words)
+    breaks = tuple(_encode(mark, tokenizer) for mark in parser.reasoning_breaks)
+    return ReasoningIds(start, end, parser.opened, last_words, breaks)
 
 
 def _encode(mark: str, tokenizer: "Tokenizer") -> tuple[int, ...]:
