@@ -52,7 +52,7 @@ class GrammarState:
                 self._text_matcher = matcher.copy()
 
     def skip_reasoning(self) -> None:
-        """Treat the whole output as text of the grammar."""
+        """Set that the whole output is text of the grammar."""
         self._reasoning = None
 
     @property
