@@ -305,24 +305,27 @@ class FreeTextMarks(NamedTuple):
     """Character that begins calls if it is the first of the output; empty: no such character."""
 
 
-_LAZY_TEXT = re.compile(r"start: \(begun .*\)\* TEXT\n(?:.*\n)*?begun(?:\[lazy\])?: TEXT (.*)\n")
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
-_PLAIN_TEXT = re.compile(r"start: plain\? \|.*\n(?:.*\n)*?plain: /\[\^\\?(.)\]\(\.\|\\n\)\*/\n")
+_PLAIN_TEXT = re.compile(r"plain: /\[\^\\?(.)\]\(\.\|\\n\)\*/")
 
 
 def free_text_marks(grammar: str) -> FreeTextMarks | None:
     """Return the marks until which texts of a grammar are free, if it has the form in which `calls_grammar`
     writes grammars of optional calls; None for other grammars."""
+    start, *rules = grammar.split("\n")
     if not grammar.endswith("\n".join(_TERMINALS)):
         return None
-    if (lazy := _LAZY_TEXT.match(grammar)) is not None:
-        marks = lazy[1].split(" | TEXT ")
-        if all(mark.startswith("<[") for mark in marks):
-            return FreeTextMarks([], "")
-        is_text = all(_LITERAL.fullmatch(mark) for mark in marks)
-        return FreeTextMarks([json.loads(mark) for mark in marks], "") if is_text else None
-    plain = _PLAIN_TEXT.match(grammar)
-    return None if plain is None else FreeTextMarks([], plain[1])
+    if start.startswith("start: plain? |"):
+        plain = next(filter(None, map(_PLAIN_TEXT.fullmatch, rules)), None)
+        return None if plain is None else FreeTextMarks([], plain[1])
+    begun = next((rule for rule in rules if rule.startswith(("begun: TEXT ", "begun[lazy]: TEXT "))), "")
+    if not (start.startswith("start: (begun ") and start.endswith(")* TEXT") and begun):
+        return None
+    marks = begun.partition(": TEXT ")[2].split(" | TEXT ")
+    if all(mark.startswith("<[") for mark in marks):
+        return FreeTextMarks([], "")
+    is_text = all(_LITERAL.fullmatch(mark) for mark in marks)
+    return FreeTextMarks([json.loads(mark) for mark in marks], "") if is_text else None
 
 
 def _special_tokens(tokenizer: "Tokenizer") -> dict[str, int]:
