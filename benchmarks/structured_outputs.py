@@ -36,6 +36,12 @@ RECORD = {
 }
 
 
+TAG = {
+    "triggers": ["<function="],
+    "structures": [{"begin": "<function=record>", "schema": RECORD, "end": "</function>"}],
+}
+
+
 def _unlimited(schema: Any) -> Any:
     """Return the schema with strings of any length."""
     if isinstance(schema, list):
@@ -57,6 +63,7 @@ ASKED: dict[str, dict[str, Any] | None] = {
     "text": {"json": _many({"type": "string"})},
     "names": {"json": _many({"type": "string", "pattern": "^[A-Z][a-z]+( [A-Z][a-z]+)*$"})},
     "times": {"json": _many({"type": "string", "format": "date-time"})},
+    "before a tag": {"structural_tag": json.dumps(TAG)},
     "regex, unrolled": {"regex": "([a-z]{2,9} ){400}"},
 }
 """Most schemas are like "usual". Bounded strings and counted repetitions are the worst cases: for each number
@@ -132,6 +139,9 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--only", nargs="*", default=[name for name in ASKED if name != "free"])
     parser.add_argument("--settings", type=json.loads, default={})
+    parser.add_argument(
+        "--one-by-one", action="store_true", help="compute tokens that grammars force in steps of their own"
+    )
     args = parser.parse_args()
     llm = LLM(
         args.model,
@@ -142,6 +152,8 @@ def main() -> None:
         disable_log_stats=True,
         **args.settings,
     )
+    if args.one_by_one:
+        llm.llm_engine.core.scheduler.admitter.forced = None
     constraints, step_queue = llm.llm_engine.core.scheduler.constraints, llm.llm_engine.core.step_queue
     # "advance" may start masks, "masks" waits for them.
     clocks = [Clock(constraints, name) for name in ("begin", "masks", "advance")]
@@ -153,9 +165,10 @@ def main() -> None:
     free, free_cpu = run(llm, ["free"] * args.rows, args.tokens, [])
     names = ", ".join(clock.name for clock in clocks)
     print(
-        f"{Path(args.model).name}, {args.rows} rows: ms a step | of processors | of it at the host: {names}"
+        f"{Path(args.model).name}, {args.rows} rows: full steps | ms a step | of processors | of it at the "
+        f"host: {names}"
     )
-    print(f"free | {median(free):.3f} | {free_cpu:.3f} |")
+    print(f"free | {len(free)} | {median(free):.3f} | {free_cpu:.3f} |")
     for name, kinds in [*batches.items(), ("free again", ["free"] * args.rows)]:
         steps, cpu = run(llm, kinds, args.tokens, clocks)
         if not steps:
@@ -164,7 +177,9 @@ def main() -> None:
         parts = ", ".join(f"{clock.take_ms():.3f}" for clock in clocks)
         more, more_cpu = (100 * (each - 1) for each in (median(steps) / median(free), cpu / free_cpu))
         print(
-            f"{name} | {median(steps):.3f} {more:+.1f} % | {cpu:.3f} {more_cpu:+.1f} % | {parts}", flush=True
+            f"{name} | {len(steps)} | {median(steps):.3f} {more:+.1f} % | {cpu:.3f} {more_cpu:+.1f} %",
+            f"| {parts}",
+            flush=True,
         )
 
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.layout import DTYPE_BYTES as DTYPE_BYTES
-from quire.checkpoint.layout import CacheLayout, cache_specs, layout
+from quire.checkpoint.layout import CacheLayout, cache_specs, has_ssm_state, layout
 from quire.checkpoint.weights import count_parameters
 from quire.config.engine import EngineConfig
+from quire.config.expert_parallel import steps_together
 from quire.errors import ConfigError
 
 LOGITS_AT_ONCE = 1 << 24
@@ -23,6 +24,8 @@ _PAIRS_AT_ONCE = 8192
 MAX_SAMPLES = 512
 """Maximum number of positions that a step with draft tokens samples on a GPU. With more, verifying the drafts
 costs more time than they save."""
+MAX_FORCED = 64
+"""Maximum number of tokens forced by grammars that a step computes as draft tokens."""
 GRAPH_BYTES = 8 << 20
 """Approximate number of bytes that the CUDA driver allocates for one CUDA graph."""
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
@@ -34,6 +37,9 @@ _LAUNCH_FLOPS = 7 * 10**12
 MAX_TAPED = 64
 """Maximum number of sequences of a decode step that a CPU records once and replays. In larger steps, the
 overhead of Python calls does not matter."""
+MAX_MIXED_ROWS, MAX_MIXED_DRAFTS = 16, 16
+"""Most decodes, and most draft tokens of all of them, of a step that a CPU records although its rows have
+different numbers of draft tokens. A tape takes about 0.7 MiB with 30 layers, so few shapes may have one."""
 NUM_OFFLOAD_BUFFERS = 2
 """Number of device buffers for offloaded layers: one layer computes while the next is copied."""
 _CHECKPOINT_SHARE = 4
@@ -56,6 +62,25 @@ def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs:
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
     logits = (num_seqs + special) * facts.vocab * 4
     return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits
+
+
+def max_forced(config: EngineConfig) -> int:
+    """Return the most tokens forced by grammars that a step computes as draft tokens; 0 if it has none.
+
+    On a GPU a step with them would leave the graph of its decodes, and with MLA on a CPU its tape. A draft
+    model proposes drafts where they are computed, so that no others can be beside them. The other features
+    cannot compute drafts, or not without a speculative decoding method."""
+    spec, parallel, facts = config.speculation, config.parallel, config.checkpoint.facts
+    without_drafts = (
+        config.machine.device != "cpu",
+        config.pooling is not None,
+        spec is not None and spec.method not in ("ngram", "suffix"),
+        parallel.pipeline_parallel_size > 1 or steps_together(parallel),
+        len(config.extensions.logits_processors) > 0,
+        config.extensions.return_sampling_mask,
+        facts.borrowed is not None or facts.mla is not None or has_ssm_state(cache_specs(facts)),
+    )
+    return 0 if any(without_drafts) else MAX_FORCED
 
 
 def step_bytes(config: EngineConfig) -> int:

@@ -66,7 +66,7 @@ def test_number_is_not_a_switch() -> None:
         ({"disable_whitespace": True}, "unknown structured_outputs_config key 'disable_whitespace'"),
         ({"disable_any_whitespace": 1}, "disable_any_whitespace=1 must be true or false"),
         ({"reasoning_parser": "qwen3"}, "set --reasoning-parser in place of reasoning_parser"),
-        ({"enable_in_reasoning": True}, "enable_in_reasoning is not supported"),
+        ({"enable_in_reasoning": 1}, "enable_in_reasoning=1 must be true or false"),
     ],
 )
 def test_structured_outputs_config_is_checked(settings: dict[str, Any], reason: str) -> None:

@@ -147,7 +147,7 @@ def test_outputs_match_outputs_without_drafts(
             assert _output_fields(one) == _output_fields(other), params_name
             for place, wanted in zip(_numbers(one.logprobs), _numbers(other.logprobs), strict=True):
                 assert place == pytest.approx(wanted, abs=1e-4), params_name
-    assert pace.num_drafts > 20 and (pace.num_held or name not in ("ngram", "suffix"))
+    assert pace.num_drafts > 10 and (pace.num_held or name not in ("ngram", "suffix"))
     assert scheduler.num_preemptions, "no request was preempted"
     assert actual[-1].num_cached_tokens, "no prefix was hit"
     assert max(map(len, PROMPTS)) > SCARCE["max_num_batched_tokens"], "no prompt was chunked"

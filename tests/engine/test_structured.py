@@ -15,6 +15,7 @@ from quire.configure import vocabulary_of
 from quire.data.outputs import CompletionOutput
 from quire.data.params import ReasoningIds
 from quire.errors import RequestError
+from quire.kernels.cpu import native
 from quire.text.grammar import Grammars
 
 PERSON = {
@@ -217,6 +218,18 @@ def test_unsupported_grammars_are_rejected_before_running(
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("settings", [{}, {"backend": "auto"}])
+def test_vocabulary_is_prepared_at_start_if_structured_outputs_are_configured(
+    model: TextModel, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, futures = Grammars.prepare, list[Any]()
+    monkeypatch.setattr(Grammars, "prepare", lambda grammars: futures.append(prepare(grammars)))
+    grammars = open_text(model, structured_outputs_config=settings).llm_engine.inputs.grammars
+    assert len(futures) == len(settings)
+    for future in futures:
+        assert future.result() is grammars.open()
+
+
 def test_structured_outputs_need_a_tokenizer(model: TextModel) -> None:
     bare = open_text(model, skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
@@ -249,7 +262,10 @@ def mixed(llm: LLM, batches: int = 1) -> list[list[Any]]:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[list[Any]]:
-    return mixed(llm, batches=len(MIXED))
+    forced = llm.llm_engine.core.scheduler.admitter.forced
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forced, "_max_tokens", 0)
+        return mixed(llm, batches=len(MIXED))
 
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -259,6 +275,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 16, "async_scheduling": True},
     "few blocks": {"num_gpu_blocks_override": 40, "async_scheduling": True, "max_model_len": 128},
     "no graphs": {"enforce_eager": True, "enable_prefix_caching": False},
+    "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "two ranks": {"tensor_parallel_size": 2, "cpu_threads": 1, "async_scheduling": True},
 }
 TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "cpu_threads": 1}
@@ -293,6 +310,52 @@ def test_constrained_row_is_in_every_step(model: TextModel) -> None:
     assert steps <= 12
 
 
+NAMES = ["quick_brown_foxes", "lazy_sleeping_dogs"]
+KEYS = {
+    "type": "object",
+    "properties": {name: {"type": "boolean"} for name in NAMES},
+    "required": NAMES,
+    "additionalProperties": False,
+}
+FORCED = {"json": KEYS, "disable_any_whitespace": True}
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_forced_tokens_save_steps(model: TextModel, is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches forced tokens that take a step each, and drafts that change tokens, logprobs or usage."""
+    engine = open_text(model, async_scheduling=is_ahead).llm_engine
+    answers, num_steps = [], []
+    for max_tokens in (0, 128):
+        monkeypatch.setattr(engine.core.scheduler.admitter.forced, "_max_tokens", max_tokens)
+        for name, fields in (("a", {"logprobs": 2}), ("b", {"repetition_penalty": 1.2, "max_tokens": 12})):
+            engine.add_request(name, PROMPT, params(FORCED, **fields))
+        outputs, steps = {}, 0
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step()}
+            steps += 1
+        answers.append([outputs[name].outputs[0] for name in ("a", "b")])
+        num_steps.append(steps)
+    assert num_steps[1] < (0.8 if is_ahead else 0.6) * num_steps[0], num_steps
+    for plain, drafted in zip(*answers, strict=True):
+        assert (plain.token_ids, plain.finish_reason) == (drafted.token_ids, drafted.finish_reason)
+    for plain_step, drafted_step in zip(answers[0][0].logprobs, answers[1][0].logprobs, strict=True):
+        assert [*plain_step] == [*drafted_step]
+        for token_id, logprob in plain_step.items():
+            assert logprob.logprob == pytest.approx(drafted_step[token_id].logprob, abs=1e-3)
+
+
+def test_steps_with_forced_tokens_of_some_rows_are_taped(model: TextModel) -> None:
+    """Catches steps that leave the tape since their rows compute different numbers of tokens, which takes
+    longer than the steps that they save."""
+    llm = open_text(model)
+    free, forced = params(max_tokens=60, ignore_eos=True), params(FORCED, max_tokens=60)
+    for _ in range(3):
+        llm.generate([PROMPT] * 2, [free, forced], use_tqdm=False)
+    tapes = llm.llm_engine.core.executor._worker._runner.device._tapes._tapes
+    mixed = [tape for (_, _, is_uniform, *_), tape in tapes.items() if not is_uniform]
+    assert native.library() is None or any(mixed), tapes.keys()
+
+
 def test_grammar_starts_after_reasoning_in_the_engine(llm: LLM) -> None:
     constraint = {"regex": "[0-9]{4}"}
     (opened,) = ask(llm, constraint, reasoning=OPENED, thinking_token_budget=6, ignore_eos=True)
@@ -305,6 +368,13 @@ def test_grammar_starts_after_reasoning_in_the_engine(llm: LLM) -> None:
     assert re.fullmatch("[0-9]{4}", direct.text)
     with pytest.raises(RequestError, match="reasoning parser"):
         ask(llm, None, thinking_token_budget=3)
+
+
+def test_grammar_may_constrain_the_reasoning(model: TextModel) -> None:
+    llm = open_text(model, structured_outputs_config={"enable_in_reasoning": True})
+    for reasoning in (OPENED, REASONING):
+        (answer,) = ask(llm, {"regex": "[0-9]{4}"}, reasoning=reasoning, thinking_token_budget=2)
+        assert re.fullmatch("[0-9]{4}", answer.text) and answer.finish_reason == "stop"
 
 
 def test_vocabulary_matches_the_grammar_library(llm: LLM) -> None:

@@ -48,6 +48,9 @@ class PendingGrammars:
     def fill_remembered(self, matchers: Any, bits: NDArray[np.uint32]) -> Any:
         return matchers
 
+    def forced_tokens(self, matcher: Any) -> list[int]:
+        return []
+
     def fill(self, matchers: Any, bits: NDArray[np.uint32]) -> None:
         self.filled.append(len(matchers))
         for _, place in matchers:

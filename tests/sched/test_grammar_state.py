@@ -101,3 +101,26 @@ def test_grammar_of_a_resumed_request_continues_after_its_output() -> None:
     request = Request(id="a", tokens=[5, 6, 1, 2], params=SamplingParams(), prompt_len=2, limit=9, seed=0)
     matcher: Any = grammar_state_of(request, TokenGrammar(1, 2, 3)).matcher
     assert matcher.left == [3]
+
+
+def test_last_words_are_forced_before_the_end_of_reasoning() -> None:
+    """Catches a budget that ends the reasoning by its mark alone, and an own end that is overlooked."""
+    words, reasoning = (5, 6), ReasoningIds(START, END, True, (5, 6))
+    for early in (False, True):
+        params = SamplingParams(thinking_token_budget=2, reasoning=reasoning)
+        state = GrammarState(None, params)
+        for token_id in END if early else (1, 1, *words, *END):
+            assert state.extra_token in (None, token_id)
+            assert state.advance(token_id) == ""
+        assert state.is_unconstrained
+
+
+def test_a_call_within_the_reasoning_is_constrained() -> None:
+    """Catches strict tools that hold after the end mark of the reasoning alone."""
+    reasoning = ReasoningIds(START, END, True, breaks=((9,), (7, 8)))
+    state = GrammarState(TokenGrammar(7, 8, 3), SamplingParams(reasoning=reasoning))
+    for token_id in (1, 9, 7, 7):  # the grammar does not begin with 9
+        assert state.advance(token_id) == "" and state.grammar_matcher is None
+    assert state.advance(8) == ""
+    matcher: Any = state.grammar_matcher
+    assert matcher.left == [3]

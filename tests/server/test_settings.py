@@ -93,6 +93,18 @@ def test_flag_syntax(line: str, section: str, name: str, value: Any) -> None:
         ({"tool_server": "a"}, "tool_server='a' is not supported"),
         ({"tool_call_parser": "hermis"}, "unknown tool parser 'hermis'; did you mean 'hermes'?; known: "),
         ({"reasoning_parser": "qwen"}, "unknown reasoning parser 'qwen'; did you mean 'qwen3'?; known: "),
+        ({"reasoning_config": {"end": "x"}}, "unknown reasoning_config key 'end'"),
+        ({"reasoning_config": {"reasoning_parser": "qwen"}}, "unknown reasoning parser 'qwen'"),
+        ({"reasoning_config": {"reasoning_end_str": "</t>"}}, "give both, or neither"),
+        ({"reasoning_config": {"reasoning_start_str": 1}}, "must be a string"),
+        (
+            {
+                "reasoning_parser": "mistral",
+                "reasoning_config": {"reasoning_start_str": "[THINK]", "reasoning_end_str": "[/THINK].."},
+            },
+            "a text that ends with '[/THINK]'",
+        ),
+        ({"reasoning_parser": "qwen3", "reasoning_config": {"reasoning_parser": "mistral"}}, "given twice"),
         ({"tool_parser_plugin": "/nowhere.py"}, "no parser plugin at /nowhere.py"),
         ({"lora_modules": "x"}, "'x' must be name=path"),
         ({"prot": 1}, "unknown server setting 'prot'"),

@@ -1,18 +1,22 @@
 """Tests of remembered masks: they are those that the grammar would compute again."""
 
+import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from quire.data.params import StructuredOutputsParams
-from quire.text import json_states
+from quire.text import json_states, token_paths
 from quire.text.grammar import Grammars, Vocabulary
 from quire.text.grammar_lexers import MAX_SEQUENCES_PER_LEXER, Matcher
 from quire.text.json_nodes import SchemaReader
 from quire.text.mask_memory import MaskMemory
+from quire.text.parsers.call_grammar import CallFormat, calls_grammar, free_text_marks
 
 WORD = {"type": "string", "minLength": 2, "maxLength": 9}
 PERSON = {
@@ -147,6 +151,94 @@ def test_remembered_masks_are_those_of_the_grammar(
     for seed in range(3):
         share = follow(grammars, params, seed)
     assert share > (0.3 if name in ("records", "lists of lists", "references", "long text") else 0)
+
+
+@pytest.mark.parametrize("constraint", [{"json": PERSON}, {"regex": "[a-c]x(hello hello){2}[0-9]"}])
+def test_forced_tokens_are_the_only_allowed_ones(vocabulary: Vocabulary, constraint: dict[str, Any]) -> None:
+    """Catches draft tokens that a mask would not allow alone, also where they are remembered."""
+    grammars, draw, num_forced = Grammars(lambda: vocabulary), random.Random(1), 0
+    params = StructuredOutputsParams(**constraint, disable_any_whitespace=True)
+    fresh = np.zeros((1, grammars.num_words), np.uint32)
+    for _ in range(20):
+        matcher, verdict = grammars.compile(params), ""
+        for _ in range(80):
+            ahead = matcher.copy()
+            for token_id in grammars.forced_tokens(matcher):
+                grammars._compute([(ahead, 0)], fresh)
+                assert np.flatnonzero(np.unpackbits(fresh.view(np.uint8), bitorder="little")) == [token_id]
+                ahead.advance(token_id)
+                num_forced += 1
+            bits, _, _ = masks_of(grammars, [matcher])
+            allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
+            (verdict,) = grammars.advance([(matcher, int(draw.choice(allowed)))])
+            if verdict:
+                break
+    assert num_forced > 50
+
+
+TAGS = {
+    "triggers": ["},{", "日本", "ab"],
+    "structures": [
+        {"begin": "},{", "schema": {"enum": ["x"]}, "end": "}"},
+        {"begin": "日本", "schema": {"type": "null"}, "end": ";"},
+        {"begin": "ab1", "schema": {"type": "boolean"}, "end": ""},
+    ],
+}
+CALLS = {
+    name: calls_grammar(
+        format, {"name": {"type": "object"}}, SimpleNamespace(added_tokens=added, is_special=added.get)
+    )
+    for name, format, added in (
+        ("mark of text", CallFormat("},{", "NAME(ARGUMENTS)", repeats=True), {}),
+        ("mark of a token", CallFormat("<eos>", "NAME(ARGUMENTS)"), {1: AddedToken("<eos>", special=True)}),
+        ("mark at the start", CallFormat("", "ab NAME(ARGUMENTS)"), {}),
+    )
+}
+
+
+@pytest.mark.parametrize("constraint", ["tags", *CALLS])
+def test_masks_of_free_text_are_remembered(vocabulary: Vocabulary, constraint: str) -> None:
+    """Catches positions between the parts of a trigger or of a character that are taken for one another."""
+    grammars = Grammars(lambda: vocabulary)
+    params = (
+        StructuredOutputsParams(structural_tag=json.dumps(TAGS))
+        if constraint == "tags"
+        else StructuredOutputsParams(grammar=CALLS[constraint])
+    )
+    assert max(follow(grammars, params, seed) for seed in range(4)) > 0.3
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"choice": ["yes", "no", "ab", "aab", "日"]},
+        {"regex": "[ab]{1,3}x?"},
+        {"grammar": 'start: "ab" /[0-2]/'},
+    ],
+)
+def test_masks_of_short_texts_are_remembered(vocabulary: Vocabulary, constraint: dict[str, Any]) -> None:
+    grammars = Grammars(lambda: vocabulary)
+    params = StructuredOutputsParams(**constraint)
+    assert max(follow(grammars, params, seed) for seed in range(3)) > 0.8
+
+
+def test_unrolled_texts_that_do_not_repeat_are_not_followed(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches masks of long texts that are kept, though no text reaches them again."""
+    monkeypatch.setattr(token_paths, "MAX_NEW", 64)
+    grammars, params = Grammars(lambda: vocabulary), StructuredOutputsParams(regex="[a-z ]{300}")
+    follow(grammars, params, 1)
+    states = grammars.compile(params).lexer.states
+    assert not states.is_useful and states.num_bytes < 100_000
+    assert grammars.compile(params).mask_key is None
+
+
+def test_grammars_of_other_forms_have_no_free_text() -> None:
+    for old, new in (("begun", "begin"), ("TEXT: /(.|", "TEXT: /(a|")):
+        assert free_text_marks(CALLS["mark of text"]) and not free_text_marks(
+            CALLS["mark of text"].replace(old, new)
+        )
 
 
 @pytest.mark.parametrize(
@@ -300,14 +392,21 @@ def test_masks_are_right_when_positions_and_masks_are_dropped(
     assert follow(grammars, StructuredOutputsParams(json=SCHEMAS["records"]), seed=1) > 0
 
 
-def test_other_constraints_are_not_remembered(vocabulary: Vocabulary) -> None:
-    grammars = Grammars(lambda: vocabulary)
-    for params in (
-        StructuredOutputsParams(json=PERSON, whitespace_pattern="[,x]*"),
-        StructuredOutputsParams(json=PERSON | {"x-guidance": {"item_separator": ";"}}),
-        StructuredOutputsParams(grammar='start: "a"+'),
-    ):
-        assert grammars.compile(params).mask_key is None
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json": PERSON, "whitespace_pattern": "[,x]*"},
+        {"json": PERSON | {"x-guidance": {"item_separator": ";"}}},
+        {"grammar": 'start: "a"+'},
+    ],
+)
+def test_other_constraints_have_no_positions_of_a_schema(
+    vocabulary: Vocabulary, constraint: dict[str, Any]
+) -> None:
+    """Catches masks of a schema that are remembered for texts of another syntax."""
+    grammars, params = Grammars(lambda: vocabulary), StructuredOutputsParams(**constraint)
+    follow(grammars, params, 1)
+    assert isinstance(grammars.compile(params).lexer.states, token_paths.TokenPaths)
 
 
 def test_a_token_that_does_not_fit_ends_a_row_although_masks_are_remembered(vocabulary: Vocabulary) -> None:

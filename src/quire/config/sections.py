@@ -91,7 +91,8 @@ class ModelSection:
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     """JSON of default sampling parameters, overriding the generation config."""
     structured_outputs_config: dict[str, Any] = field(default_factory=dict)
-    """JSON of switches for all constrained outputs: disable_any_whitespace, disable_additional_properties."""
+    """JSON of switches for all constrained outputs: disable_any_whitespace, disable_additional_properties,
+    enable_in_reasoning. With any key, their vocabulary is prepared at the start."""
     chat_template: str | None = None
     """Chat template: a file, the template itself, or the name of a template in docs/tools.md. Default: the
     tokenizer's."""

@@ -105,6 +105,9 @@ class ApiSection:
     Default: the parser that fits the chat template."""
     reasoning_parser_plugin: str = ""
     """Python file that registers reasoning parsers."""
+    reasoning_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of the marks of reasoning: reasoning_parser, reasoning_start_str, and reasoning_end_str, the text
+    by which a spent thinking_token_budget ends the reasoning."""
     return_tokens_as_token_ids: bool = False
     """Show tokens in logprobs as `token_id:ID`."""
     enable_prompt_tokens_details: bool = False

@@ -28,9 +28,9 @@ def output_switches(settings: Mapping[str, Any]) -> tuple[str, ...]:
             raise ConfigError(f"structured_outputs_config: set {_ELSEWHERE[name]} in place of {name}")
         if name in _WITHOUT_EFFECT:
             warn_once(logger, f"structured_outputs_config: {name} has no effect, since there is one backend")
-    if settings.get("enable_in_reasoning"):
-        raise ConfigError(
-            "structured_outputs_config: enable_in_reasoning is not supported: a constraint begins after the"
-            " reasoning; leave it out"
-        )
     return tuple(name for name in _SWITCHES if settings.get(name))
+
+
+def constrains_reasoning(settings: Mapping[str, Any]) -> bool:
+    """Return whether a constraint begins with the first token of an output, not after its reasoning."""
+    return bool(settings.get("enable_in_reasoning"))

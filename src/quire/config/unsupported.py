@@ -28,6 +28,7 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "offload_group_size": (0,),
         "prefill_context_parallel_size": (1,),
         "quantization_config": (),
+        "reasoning_config": ({},),
         "reasoning_parser": ("",),
         "reasoning_parser_plugin": ("",),
         "scheduler_cls": (),

@@ -48,7 +48,7 @@ IGNORED_VALUES = frozenset(
     offload-num-in-group offload-params offload-prefetch-step
     per-request-spec-decode-metrics preemption-mode prefill-schedule-interval
     prefix-match-unit pt-load-map-location
-    reasoning-config renderer-num-workers replayssm-buffer-len safetensors-load-strategy
+    renderer-num-workers replayssm-buffer-len safetensors-load-strategy
     safetensors-prefetch-block-size safetensors-prefetch-num-threads show-hidden-metrics-for-version
     shutdown-timeout ubatch-size video-pruning-method
     video-pruning-rate

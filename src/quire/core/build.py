@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from quire.checkpoint.layout import cache_specs, has_ssm_state
 from quire.config.engine import EngineConfig
+from quire.config.structured_outputs import constrains_reasoning
 from quire.configure import open_grammars, open_tokenizer
 from quire.core.dp_sync import open_lockstep
 from quire.core.engine_core import EngineCore
@@ -13,8 +14,9 @@ from quire.executor import EXECUTORS, Executor
 from quire.executor.worker_process import num_compilers
 from quire.kernels.compile_processes import compile_processes
 from quire.logs import get_logger
-from quire.memory import MAX_SAMPLES, CacheSize, max_kept, max_span, max_vectors
+from quire.memory import MAX_SAMPLES, CacheSize, max_forced, max_kept, max_span, max_vectors
 from quire.sched.encoder_cache import EncoderCache
+from quire.sched.forced import ForcedDrafts
 from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
 from quire.sched.proposers import NUM_DRAFT_KINDS, proposer_of
@@ -42,6 +44,9 @@ def build_core(
     together."""
     limit_thread_spinning()
     config = with_largest(config)
+    grammars = grammars or open_grammars(config)
+    if grammars is not None and config.model.structured_outputs_config:
+        grammars.prepare()  # beside the loading of weights
     lockstep = open_lockstep(config.parallel, token)
     publisher, backend = None, config.parallel.distributed_executor_backend
     try:
@@ -81,7 +86,7 @@ def build_core(
             if publisher is not None:
                 publisher.close()
             raise
-    scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters, kv)
+    scheduler = build_scheduler(config, cache, grammars, adapters, kv)
     return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache
 
 
@@ -111,7 +116,7 @@ def build_scheduler(
         targets = Targets(fair=limits.share_by_key, policy=limits.scheduling_policy)
     if config.extensions.enable_return_routed_experts and moe is not None:
         routed = RoutedExperts(kv, moe.experts + moe.num_identity_experts)
-    return Scheduler(
+    scheduler = Scheduler(
         kv=kv,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_scheduled_tokens,
@@ -134,6 +139,10 @@ def build_scheduler(
             undivided_items=max_span(config) is not None,
         ),
     )
+    scheduler.constraints.constrains_reasoning = constrains_reasoning(config.model.structured_outputs_config)
+    if (most := max_forced(config)) and grammars is not None:
+        scheduler.admitter.forced = ForcedDrafts(scheduler.constraints, most)
+    return scheduler
 
 
 def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:

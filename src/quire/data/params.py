@@ -18,8 +18,7 @@ from quire.logs import get_logger, warn_once
 logger = get_logger(__name__)
 
 MAX_SEQUENCES = 16384
-MAX_LOGPROB_TOKEN_IDS = 128
-MAX_BAD_WORDS = 128
+MAX_LOGPROB_TOKEN_IDS, MAX_BAD_WORDS = 128, 128
 MAX_STOP_TOKEN_IDS = 4096
 MAX_PATTERN_SIZE = 256
 """Largest `max_pattern_size`: each new token is compared with up to this number of earlier tokens."""
@@ -27,8 +26,7 @@ MAX_SALT_CHARS = 256
 """Maximum characters of a `cache_salt`, which every sequence of a call copies."""
 REPORT_MODE = "kv_cache_report_mode"
 """Key of `extra_args`. With `full`, KV events also report the cached blocks that a request reuses."""
-MIN_TEMPERATURE = 0.01
-MIN_BIAS, MAX_BIAS = -100.0, 100.0
+MIN_TEMPERATURE, MIN_BIAS, MAX_BIAS = 0.01, -100.0, 100.0
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -117,6 +115,10 @@ class ReasoningIds(msgspec.Struct, frozen=True):
     end: tuple[int, ...]
     open: bool
     """Whether the prompt ends inside the reasoning."""
+    last_words: tuple[int, ...] = ()
+    """Tokens before `end` when it is forced because the budget of the reasoning is spent."""
+    breaks: tuple[tuple[int, ...], ...] = ()
+    """Other token sequences that end the reasoning if a grammar of the output may begin with them."""
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
@@ -263,10 +265,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         end = vocab + num_extra_vocab
         for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias", "stop_token_ids"):
             _check_in_vocab(name, getattr(self, name) or (), end)
-        if self.reasoning is not None:
-            if not self.reasoning.end:
+        if (marks := self.reasoning) is not None:
+            if not marks.end:
                 _fail("reasoning", ".end must not be empty")
-            _check_in_vocab("reasoning", (*self.reasoning.start, *self.reasoning.end), end)
+            _check_in_vocab("reasoning", (*marks.start, *marks.last_words, *marks.end), end)
         elif self.thinking_token_budget is not None:
             _fail("thinking_token_budget", "needs a reasoning parser: set one")
         words = self.bad_words_token_ids or ()
@@ -484,15 +486,13 @@ def _struct(name: str, value: Any, kind: type[S]) -> S | None:
         return value
     if not isinstance(value, dict):
         _fail(name, "must be an object", value)
-    unknown = sorted(set(value) - set(kind.__struct_fields__))
-    if unknown:
+    if unknown := sorted(set(value) - set(kind.__struct_fields__)):
         _fail(name, f"has unknown keys {', '.join(unknown)}; known: {', '.join(kind.__struct_fields__)}")
     return kind(**value)
 
 
 def _check_in_vocab(name: str, ids: Iterable[int], vocab: int) -> None:
-    unknown = [token_id for token_id in ids if not 0 <= token_id < vocab]
-    if unknown:
+    if unknown := [token_id for token_id in ids if not 0 <= token_id < vocab]:
         raise RequestError(
             f"token_id(s) {reprlib.repr(unknown)} in {name} contain out-of-vocab token ids. Vocabulary size: "
             f"{vocab}",

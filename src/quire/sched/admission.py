@@ -13,6 +13,7 @@ from quire.sched.admission_checks import AdmissionChecks, ReadyQueue
 from quire.sched.encoder_cache import EncoderCache, strip_arrays
 from quire.sched.fairness import Capacity, FairShare
 from quire.sched.fault_isolation import FaultIsolation
+from quire.sched.forced import ForcedDrafts
 from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, StepLimits
@@ -49,6 +50,8 @@ class Admitter:
         """Build the admitter. With `fair`, the tokens of a step are divided between tenants. With `targets`,
         the prompt tokens of a step are limited and ordered by the latency targets of requests."""
         self.drafting, self.targets = drafting, targets
+        self.forced: ForcedDrafts | None = None
+        """Draft tokens that grammars force; None: such tokens are computed one by one."""
         self.kv = kv
         if kv.tiers is not None:
             kv.tiers.running = running
@@ -149,10 +152,17 @@ class Admitter:
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
         """Choose drafts for the running rows, within the token limit of the step and the free blocks. Return
         `chunks` (tokens of each row) and `growth` (needed blocks), both with the drafts, and the drafts."""
-        drafting, rows = self.drafting, self.running.order
-        if drafting is None or self.fault_isolation:
+        running, rows = self.running, self.running.order
+        has_forced = self.forced is not None and running.constrained[rows].any()
+        if self.fault_isolation or (self.drafting is None and not has_forced):
             return chunks, growth, NO_DRAFTS
-        drafts = drafting.draft(self.running, chunks, self._draft_budget(int(chunks.sum())))
+        budget, drafts = self._draft_budget(int(chunks.sum())), NO_DRAFTS
+        if self.forced is not None and has_forced:
+            drafts = self.forced.draft(running, chunks, budget)
+        if self.drafting is not None:
+            with_forced = chunks + drafts.counts if len(drafts.counts) else chunks
+            others = self.drafting.draft(running, with_forced, budget - len(drafts.token_ids))
+            drafts = drafts.merged(others)
         if len(drafts.counts):
             with_drafts = self.kv.growth(rows, growth.lengths + drafts.counts)
             if with_drafts.shortage:

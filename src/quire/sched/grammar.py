@@ -53,6 +53,10 @@ class GrammarCompiler(Protocol):
     def advance(self, moves: Sequence[tuple[Any, int]]) -> list[Verdict]:
         """Advance each matcher by the token id paired with it; return a verdict for each."""
 
+    def forced_tokens(self, matcher: Any) -> Sequence[int]:
+        """Return the tokens that the grammar forces after a sequence: each is the only one that is allowed
+        after those before it. Empty: the next token is not forced."""
+
     @property
     def fills_in_thread(self) -> bool:
         """Whether masks are filled in a thread, because CPU cores are free while the layers run."""
@@ -92,6 +96,8 @@ class Constraints:
 
     def __init__(self, grammars: GrammarCompiler | None) -> None:
         self._grammars = grammars
+        self.constrains_reasoning = False
+        """Whether grammars begin with the first token of an output, not after its reasoning."""
         self.needs_recheck = False
         self._compiling: dict[str, Future[GrammarMatcher]] = {}
         self._waiting: dict[str, Request] = {}
@@ -152,7 +158,9 @@ class Constraints:
                 failed[id] = None
             else:
                 self.needs_recheck = True
-                self._states_by_id[id] = grammar_state_of(self._waiting.pop(id), future.result())
+                self._states_by_id[id] = grammar_state_of(
+                    self._waiting.pop(id), future.result(), constrains_reasoning=self.constrains_reasoning
+                )
                 del self._compiling[id]
         return failed
 
@@ -243,32 +251,44 @@ class Constraints:
         states = [self._states_by_id[id] for id in running.ids[rows].tolist()]
         drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
         wanted = [
-            (row, number, state)
-            for row, sequence_state in zip(rows.tolist(), states, strict=True)
-            for number, state in enumerate(sequence_state.after_drafts(drafts.get(row, ())))
-            if state.matcher is not None or state.extra_token is not None
+            (row, number, allowed)
+            for row, state in zip(rows.tolist(), states, strict=True)
+            for number, allowed in state.allowed_after(
+                drafts.get(row, ()), self._forced_tokens(state) if row in drafts else ()
+            )
         ]
         if not wanted:
             return _MaskJob(Masks(), [], [])
         matched = [
-            (state.matcher, at) for at, (_, _, state) in enumerate(wanted) if state.matcher is not None
+            (allowed.matcher, at) for at, (_, _, allowed) in enumerate(wanted) if allowed.matcher is not None
         ]
         extra_tokens = [
-            (state.extra_token, at)
-            for at, (_, _, state) in enumerate(wanted)
-            if state.extra_token is not None
+            (allowed.extra_token, at)
+            for at, (_, _, allowed) in enumerate(wanted)
+            if allowed.extra_token is not None
         ]
         places, sample_index = np.array([(row, number) for row, number, _ in wanted], np.int32).T
         width = max((token_id // 32 + 1 for token_id, _ in extra_tokens), default=0)
         bits = self._bits(len(wanted), matched, width)
-        for at, (_, _, state) in enumerate(wanted):
-            if state.matcher is None:
+        for at, (_, _, allowed) in enumerate(wanted):
+            if allowed.matcher is None:
                 bits[at] = 0
         return _MaskJob(
             Masks(places, bits, sample_index if sample_index.any() else sample_index[:0]),
             matched,
             extra_tokens,
         )
+
+    def _forced_tokens(self, state: GrammarState) -> Sequence[int]:
+        """Return the tokens that the grammar forces next."""
+        if self._grammars is None or state.grammar_matcher is None:
+            return ()
+        self._join()
+        return self._grammars.forced_tokens(state.grammar_matcher)
+
+    def forced_tokens(self, running: Running, row: int) -> Sequence[int]:
+        """Return the tokens that the grammar of a row forces after the row's known tokens."""
+        return self._forced_tokens(self._states_by_id[running.ids[row]])
 
     def _bits(self, count: int, matched: Sequence[object], width: int = 0) -> Bits:
         """Return a buffer for `count` masks of at least `width` 32-bit words each; with any matcher, masks

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from quire.data.params import ReasoningIds, SamplingParams
 from quire.data.request import Request
@@ -16,6 +16,15 @@ class GrammarMatcher(Protocol):
 
     def copy(self) -> Self:
         """Return a matcher in the same state."""
+
+
+class AllowedTokens(NamedTuple):
+    """The tokens that a sampled position allows."""
+
+    matcher: GrammarMatcher | None
+    """Matcher that allows tokens; None if only `extra_token` is allowed."""
+    extra_token: int | None
+    """Token allowed in addition to the matcher's."""
 
 
 class GrammarState:
@@ -42,6 +51,10 @@ class GrammarState:
             elif matcher is not None:
                 self._text_matcher = matcher.copy()
 
+    def skip_reasoning(self) -> None:
+        """Set that the whole output is text of the grammar."""
+        self._reasoning = None
+
     @property
     def is_unconstrained(self) -> bool:
         """Whether nothing constrains the request any more."""
@@ -67,17 +80,33 @@ class GrammarState:
             return None if self._matcher is None else self._reasoning.start[len(self._generated)]
         if self._budget is None or len(self._generated) < self._budget:
             return None
-        return self._reasoning.end[_overlap(self._generated, self._reasoning.end)]
+        forced = (*self._reasoning.last_words, *self._reasoning.end)
+        return forced[_overlap(self._generated, forced)]
 
-    def after_drafts(self, drafts: Sequence[int]) -> Iterator[Self]:
-        """Yield this state, then the state after each draft token, up to one that ends the constraint."""
-        state = self
-        yield state
-        for token_id in drafts:
-            state = state.copy()
-            if state.advance(token_id) or state.is_unconstrained:
+    def allowed_after(
+        self, drafts: Sequence[int], forced: Sequence[int] = ()
+    ) -> Iterator[tuple[int, AllowedTokens]]:
+        """Yield the number of draft tokens before a position, and the tokens that it allows, for the next
+        token and after each draft token, up to one that ends the constraint. Positions that allow all tokens
+        are left out. `forced` are the next tokens that the grammar forces."""
+        state, num_drafts = self, 0
+        for token_id, forced_id in zip(drafts, forced, strict=False):
+            if token_id != forced_id:
+                break
+            yield num_drafts, AllowedTokens(None, token_id)
+            state = self.copy() if state is self else state
+            num_drafts += 1
+            if state.advance(token_id):
                 return
-            yield state
+        while True:
+            if state.matcher is not None or state.extra_token is not None:
+                yield num_drafts, AllowedTokens(state.matcher, state.extra_token)
+            if num_drafts == len(drafts):
+                return
+            state = state.copy()
+            if state.advance(drafts[num_drafts]) or state.is_unconstrained:
+                return
+            num_drafts += 1
 
     def copy(self) -> Self:
         """Return a copy of this state; each of the two advances independently of the other."""
@@ -99,7 +128,19 @@ class GrammarState:
         end = list(self._reasoning.end)
         if self._generated[-len(end) :] == end:
             self._reasoning = None
+        elif self._matcher is not None:
+            self._break_off(self._matcher, self._reasoning.breaks)
         return ""
+
+    def _break_off(self, matcher: GrammarMatcher, breaks: tuple[tuple[int, ...], ...]) -> None:
+        """End the reasoning if the generated tokens end with one of the `breaks`, such as the mark of a tool
+        call, and the grammar may begin with it."""
+        for mark in breaks:
+            if tuple(self._generated[-len(mark) :]) == mark:
+                begun = matcher.copy()
+                if not any(begun.advance(token_id) for token_id in mark):
+                    self._matcher, self._reasoning = begun, None
+                    return
 
     def _open(self, start: tuple[int, ...], token_id: int) -> Verdict:
         if tuple(self._generated) == start:
@@ -115,10 +156,14 @@ class GrammarState:
         return verdict
 
 
-def grammar_state_of(request: Request, matcher: GrammarMatcher | None) -> GrammarState:
+def grammar_state_of(
+    request: Request, matcher: GrammarMatcher | None, *, constrains_reasoning: bool = False
+) -> GrammarState:
     """Return the grammar state of a new request, advanced by its output so far. The output is not empty if
-    another engine core began the request."""
+    another engine core began the request. With `constrains_reasoning`, a grammar begins at once."""
     state = GrammarState(matcher, request.params)
+    if constrains_reasoning and matcher is not None:
+        state.skip_reasoning()
     for token_id in request.tokens[request.prompt_len :]:
         state.advance(token_id)
     return state

@@ -71,6 +71,8 @@ class Running:
         """Whether the row waits for the value of its last token, because drafts are made from it."""
         self.drafts = np.zeros(max_rows, np.bool_)
         """Whether the row may have drafts at all."""
+        self.has_forced = np.zeros(max_rows, np.bool_)
+        """Whether the last drafts of the row were tokens that its grammar forced."""
         self.first_len: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens the request had when it got the row."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)

@@ -37,6 +37,16 @@ class Drafts(NamedTuple):
             return self
         return self._replace(counts=np.append(self.counts, np.zeros(count, np.int32)))
 
+    def merged(self, others: "Drafts") -> "Drafts":
+        """Return these drafts and the `others`, which are drafts of other rows."""
+        if not len(self.counts) or not len(others.counts):
+            return self if len(self.counts) else others
+        counts = self.counts + others.counts
+        is_own = np.repeat(self.counts > 0, counts)
+        token_ids = np.empty(len(is_own), np.int32)
+        token_ids[is_own], token_ids[~is_own] = self.token_ids, others.token_ids
+        return Drafts(counts, token_ids)
+
     def of(self, rows: NDArray[np.bool_]) -> "Drafts":
         """Return the drafts of the selected rows; the other rows have no drafts."""
         return self._replace(counts=self.counts[rows]) if len(self.counts) else self
@@ -78,6 +88,8 @@ class Drafting:
         self._num_plans = 0
         self._drafted_in: dict[int, int] = {}
         """By row: the last plan in which it had drafts."""
+        self._has_forced = False
+        """Whether the last step had draft tokens that grammars force."""
         self._has_sure_draft: set[int] = set()
         """Rows with a last proposal that is more likely to be right than ordinary ones
         (`Proposer.is_sure`)."""
@@ -111,7 +123,9 @@ class Drafting:
         )
         if not counts.any():
             return NO_DRAFTS
-        self._drafted_in |= dict.fromkeys(rows[counts > 0].tolist(), self._num_plans)
+        drafted = rows[counts > 0]
+        running.has_forced[drafted] = False
+        self._drafted_in |= dict.fromkeys(drafted.tolist(), self._num_plans)
         if self._proposer is None:
             return Drafts(counts, _NONE)
         cut = [proposal[:count] for proposal, count in zip(proposals, counts[places].tolist(), strict=True)]
@@ -206,8 +220,12 @@ class Drafting:
 
     def learn(self, step_tokens: StepTokens, stats: StepStats) -> dict[str, int]:
         """Record how many drafts of each row a step accepted, also in `stats`. Return the number of draft
-        tokens of each request, by request id."""
-        if not len(step_tokens.num_drafts) or not len(planned := np.flatnonzero(step_tokens.num_drafts)):
+        tokens of each request, by request id. Tokens that grammars force are left out."""
+        is_forced = step_tokens.running.has_forced[step_tokens.sampled]
+        self._has_forced = len(step_tokens.num_drafts) > 0 and bool(step_tokens.num_drafts[is_forced].any())
+        if not len(step_tokens.num_drafts):
+            return {}
+        if not len(planned := np.flatnonzero((step_tokens.num_drafts > 0) & ~is_forced)):
             return {}
         rows, num_drafts = step_tokens.sampled[planned], step_tokens.num_drafts[planned]
         num_accepted = step_tokens.result.counts[planned] - 1
@@ -230,8 +248,11 @@ class Drafting:
         return dict(zip(step_tokens.running.ids[rows].tolist(), num_drafts.tolist(), strict=True))
 
     def record_time(self, flight: StepInFlight) -> None:
-        """Record the duration of a step, for the estimated costs of drafts, if all its rows decode."""
+        """Record the duration of a step, for the estimated costs of drafts, if all its rows decode and the
+        drafting method made all of its drafts."""
         plan = flight.plan
+        if self._has_forced:
+            return
         if len(plan.logit_rows) == plan.total_tokens and not plan.admitted:
             num_accepted = sum(flight.notes.stats.num_accepted_by_position)
             self._draft_length.record_time(plan.total_tokens, len(plan.rows), num_accepted, flight.seconds)

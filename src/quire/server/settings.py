@@ -180,13 +180,23 @@ def parsers_of(api: ApiSection) -> "Parsers":
     """Return the reasoning parser and the tool call parser that the settings name; raise ConfigError for an
     unknown name."""
     from quire.server.openai.answer_pieces import Parsers  # slow to import
+    from quire.text.parsers.reasoning_marks import ReasoningMarks
 
-    return Parsers(
-        reasoning=api.reasoning_parser,
+    marks = ReasoningMarks.of(api.reasoning_config)
+    if api.reasoning_parser and marks.parser and api.reasoning_parser != marks.parser:
+        raise ConfigError(
+            f"reasoning_parser is given twice: {api.reasoning_parser!r}, and {marks.parser!r} in "
+            "reasoning_config; leave one out"
+        )
+    parsers = Parsers(
+        reasoning=api.reasoning_parser or marks.parser,
         tools=api.tool_call_parser,
         auto=api.enable_auto_tool_choice,
         plugins=(api.reasoning_parser_plugin, api.tool_parser_plugin),
+        marks=marks,
     )
+    marks.check(parsers.reasoning or "")
+    return parsers
 
 
 def paths(text: str) -> frozenset[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -19,9 +20,21 @@ from numpy.typing import NDArray
 from quire.data.params import StructuredOutputsParams
 from quire.data.step_plan import Verdict
 from quire.errors import RequestError
-from quire.text.grammar_lexers import MAX_BYTES, MAX_LEXER_STATES, Lexer, LexerCache, Lexers, Matcher, shorten
+from quire.text.free_text import FreeText
+from quire.text.grammar_lexers import (
+    MAX_BYTES,
+    MAX_LEXER_STATES,
+    Lexer,
+    LexerCache,
+    Lexers,
+    Matcher,
+    TextStates,
+    shorten,
+)
 from quire.text.json_states import JsonStates, MaskKey, TokenSpellings
 from quire.text.mask_memory import MaskMemory
+from quire.text.parsers.call_grammar import free_text_marks
+from quire.text.token_paths import TokenPaths
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -43,6 +56,10 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{n}}}" for n in _SHORT), 
 allowed, they are not tested one by one. Short slices are for strings of limited length
 (benchmarks/grammar_masks.py)."""
 COMPILING_THREADS = 2
+MAX_FORCED = 16
+"""Most tokens of one row that are looked up as forced by its grammar."""
+MAX_FORCED_RUNS = 1 << 14
+"""Most positions in texts for which the forced tokens are remembered."""
 MIN_PARALLEL = 4
 """Minimum number of matchers for which several threads are faster than one."""
 CORE_SHARE = 3 / 8
@@ -122,7 +139,8 @@ class Grammars:
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._tokens = TokenSpellings((), ())
-        self._threads: ThreadPoolExecutor | None = None
+        self._forced: dict[MaskKey, list[int]] = {}
+        """Forced tokens by the position in the text after which they follow."""
         self._is_slow = False
         """Whether the masks of the last step took long to fill (SLOW_FILL_S)."""
 
@@ -159,9 +177,15 @@ class Grammars:
 
     def begin(self, params: StructuredOutputsParams) -> Future[Matcher]:
         """Run `compile` in a thread, and return its future."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="quire-grammar")
         return self._threads.submit(self.compile, params)
+
+    def prepare(self) -> "Future[LLTokenizer]":
+        """Open the vocabulary in a thread, so that the first grammar does not have to."""
+        return self._threads.submit(self.open)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="quire-grammar")
 
     @property
     def fills_in_thread(self) -> bool:
@@ -226,6 +250,23 @@ class Grammars:
             started = time.perf_counter()
             fill_next_token_bitmask_par(self._all_cores if self._is_slow else self._executor, rows, target)
             self._is_slow = self.fills_in_thread and time.perf_counter() - started > SLOW_FILL_S
+
+    def forced_tokens(self, matcher: Matcher) -> list[int]:
+        """Return the tokens that the grammar forces after a sequence: each is the only one that is allowed
+        after those before it. Empty: the next token is not forced."""
+        key = matcher.mask_key
+        tokens = None if key is None else self._forced.get(key)
+        if tokens is None:
+            tokens = matcher.forced_tokens(MAX_FORCED)
+            if (key := matcher.mask_key) is not None:
+                # Positions with the same key are the same up to the length of the longest token.
+                lengths = (len(spelled[0]) if (spelled := self._tokens[id]) else 0 for id in tokens)
+                within = [length <= self._tokens.max_bytes for length in accumulate(lengths)]
+                tokens = tokens[: sum(within)]
+                if len(self._forced) >= MAX_FORCED_RUNS:
+                    self._forced.clear()
+                self._forced[key] = tokens
+        return tokens
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
         """Advance matchers, each by its next token, and return the verdicts, as `Matcher.advance` does."""
@@ -350,20 +391,24 @@ def _from_schema(schema: Any, params: StructuredOutputsParams) -> str:
     )
 
 
-def _states_of(params: StructuredOutputsParams, tokens: TokenSpellings) -> JsonStates | None:
-    """Return the positions in texts of the params; None: there are none, and masks are not remembered."""
+def _states_of(params: StructuredOutputsParams, tokens: TokenSpellings) -> TextStates:
+    """Return the positions in texts of the params."""
+    if params.structural_tag is not None:
+        return FreeText(json.loads(params.structural_tag)["triggers"], tokens)
+    if params.grammar is not None and (marks := free_text_marks(params.grammar)) is not None:
+        return FreeText(marks.triggers, tokens, marks.not_first)
     if params.json_object:
         return JsonStates({"type": "object"}, tokens)
     if params.json is None or (params.whitespace_pattern or "").strip(" "):
-        return None
+        return TokenPaths()
     schema = json.loads(params.json) if isinstance(params.json, str) else params.json
     if "x-guidance" in schema:
-        return None
+        return TokenPaths()
     schema = _close_objects(schema) if params.disable_additional_properties else schema
     try:
         return JsonStates(schema, tokens)
     except RecursionError:
-        return None
+        return TokenPaths()
 
 
 def _close_objects(schema: Any) -> Any:

@@ -7,13 +7,17 @@ from weakref import WeakSet
 
 from quire.data.step_plan import Verdict
 from quire.logs import get_logger
+from quire.text.free_text import FreeText, FreeTextPosition
 from quire.text.json_states import JsonStates, MaskKey, TextPosition
 from quire.text.mask_memory import MaskMemory
+from quire.text.token_paths import TokenPath, TokenPaths
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLMatcher
 
 log = get_logger(__name__)
+Text = TextPosition | FreeTextPosition | TokenPath
+TextStates = JsonStates | FreeText | TokenPaths
 
 MAX_GRAMMARS = 256
 """Maximum number of compiled grammars that are kept; the least recently used grammars are dropped."""
@@ -51,7 +55,7 @@ _DOES_NOT_FIT = "doesn't satisfy the grammar"
 class Matcher:
     """The state of one sequence in its grammar, which determines the tokens that may follow."""
 
-    def __init__(self, inner: "LLMatcher", lexer: "Lexer", text: TextPosition | None) -> None:
+    def __init__(self, inner: "LLMatcher", lexer: "Lexer", text: Text | None) -> None:
         self._inner = inner
         self.lexer = lexer
         self._text = text
@@ -82,6 +86,21 @@ class Matcher:
             self._inner.consume_tokens(self._deferred)
             self._deferred = []
         return self._inner
+
+    def forced_tokens(self, most: int) -> list[int]:
+        """Return up to `most` tokens, each the only one that the grammar allows after those before it. Only
+        runs of bytes that the grammar forces are found."""
+        inner, tokens = self.inner, list[int]()
+        if inner.is_error() or inner.is_stopped() or not inner.compute_ff_bytes():
+            return tokens
+        if self._text is not None:
+            self._text.force()
+        ahead = inner.deep_copy()
+        while len(tokens) < most and (forced := ahead.compute_ff_tokens()):
+            tokens.append(forced[0])
+            if not ahead.consume_token(forced[0]):
+                break
+        return tokens
 
     def defer(self, token_id: int, masks: MaskMemory) -> bool:
         """Move on in the text by the next token. Return True if its mask and that after it are remembered:
@@ -134,7 +153,7 @@ class Lexer:
     lexer run one at a time, and matchers of different lexers run in parallel."""
 
     def __init__(
-        self, start: "LLMatcher", seconds: float, num_chars: int, states: JsonStates | None = None
+        self, start: "LLMatcher", seconds: float, num_chars: int, states: TextStates | None = None
     ) -> None:
         self._start = start
         self.states = states
@@ -170,7 +189,7 @@ class Lexers:
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
         """Source text of the grammar that the lexers are compiled from."""
-        self.states: JsonStates | None = None
+        self.states: TextStates | None = None
         """Positions in texts of the grammar, which its lexers share."""
         self._all: list[Lexer] = []
 

@@ -210,7 +210,7 @@ class JsonStates:
                 summary = _summary(place, self._reach)
                 mask_id = self._mask_ids.get(summary)
                 if mask_id is None:
-                    mask_id = self._mask_ids[summary] = next(_mask_ids)
+                    mask_id = self._mask_ids[summary] = new_mask_id()
             position = self._positions[place] = Position(place, mask_id, self._reach)
         return position
 
@@ -226,6 +226,11 @@ class JsonStates:
 
 
 _mask_ids = count()
+
+
+def new_mask_id() -> int:
+    """Return the first number of a new `MaskKey`."""
+    return next(_mask_ids)
 
 
 class TextPosition:

@@ -13,7 +13,14 @@ from quire.config.engine import EngineConfig
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult, spread
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
-from quire.memory import MAX_TAPED, activation_bytes, tape_bytes
+from quire.memory import (
+    MAX_MIXED_DRAFTS,
+    MAX_MIXED_ROWS,
+    MAX_TAPED,
+    activation_bytes,
+    max_forced,
+    tape_bytes,
+)
 from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.random import SamplingTensors
@@ -69,7 +76,8 @@ class CpuDevice:
         """Buffers of taped steps for the output of the previous pipeline stage."""
         self._eager_buffers = lru_cache(_MAX_BUFFERS)(_new_buffers)
         self._tapes = Tapes()
-        self._max_taped = MAX_TAPED
+        self._max_taped, self._tapes_mixed = MAX_TAPED, False
+        """Most tokens of a taped step, and whether its rows may have different numbers of drafts."""
         self.drafter: Drafter | None = None
         self.drafts_are_sampled = False
         """Whether draft tokens are sampled like the target's, with the same random numbers; else they are
@@ -86,7 +94,8 @@ class CpuDevice:
         step would have to allocate the memory. `weights` is the size of the weights in bytes."""
         facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
-        num_samples = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
+        num_samples = limits.max_num_seqs * (1 + most) + max_forced(config)
+        num_samples = max(min(num_samples, limits.max_num_batched_tokens), 1)
         activations = activation_bytes(
             facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=num_samples
         )
@@ -100,6 +109,7 @@ class CpuDevice:
     def warm_up(self, config: EngineConfig) -> None:
         if config.model.enforce_eager:
             self._max_taped = 0
+        self._tapes_mixed = max_forced(config) > 0
 
     def use_drafter(
         self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
@@ -121,7 +131,8 @@ class CpuDevice:
             self._propose(self.drafter, plan, all_rows)
         features = self.model.features(plan, all_rows, self.block_tables.device)
         sizes = features.sizes(plan, len(all_rows.block_tables))
-        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped
+        is_uniform = plan.query_len > 0
+        taped = plan.total_tokens <= self._max_taped and (is_uniform or self._is_mixed_taped(plan))
         taped = taped and not features.has_media and not features.is_eager
         buffers, inputs = self._taped_buffers(sizes) if taped else self._eager_buffers(sizes)
         buffers.write(plan, all_rows)
@@ -138,8 +149,19 @@ class CpuDevice:
 
         if not taped:
             return self.model.step(run, batch.intermediate_tensors)
-        key = len(plan.rows), plan.query_len, sampled_in_graph, features.has_adapters
+        key = len(plan.rows), plan.total_tokens, is_uniform, sampled_in_graph, features.has_adapters
         return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
+
+    def _is_mixed_taped(self, plan: StepPlan) -> bool:
+        """Whether a step is taped in which rows have different numbers of draft tokens."""
+        num_drafts = plan.total_tokens - len(plan.rows)
+        return (
+            self._tapes_mixed
+            and len(plan.logit_rows) == plan.total_tokens
+            and len(plan.rows) <= MAX_MIXED_ROWS
+            and num_drafts <= MAX_MIXED_DRAFTS
+            and num_drafts & (num_drafts - 1) == 0
+        )
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
         """Return a plan of one dummy token, for an engine that has no requests while others have some: with

@@ -1,16 +1,20 @@
 """Tests of chats with tools and reasoning: parsers, streams, grammars."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import fake_engine
 import pytest
 from ask import chat, events, refused
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, byte_tokenizer
+from tokenizers import AddedToken
 
 from quire.errors import ConfigError
 from quire.server.settings import make_settings
 from quire.text.parsers import TOOLS as TOOL_PARSERS
+from quire.text.tokenizer import Tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
@@ -173,6 +177,21 @@ def test_tool_call_is_not_counted_as_reasoning(reasoning: str, tools: str, thoug
     assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
 
 
+@pytest.mark.parametrize("parser", ["", "qwen3"])
+def test_reasoning_config_names_the_marks_and_the_last_words(parser: str) -> None:
+    config = {"reasoning_start_str": "<think>", "reasoning_end_str": " Enough.</think>"}
+    if not parser:
+        config = {"reasoning_start_str": "<plan>", "reasoning_end_str": "</plan>"}
+    answer = THOUGHT.replace("think", "think" if parser else "plan") + "Yes."
+    engine = FakeEngine(answer)
+    settings = {"reasoning_config": config | {"reasoning_parser": parser}}
+    reply = chat(engine, settings, thinking_token_budget=9).json()
+    assert reply["choices"][0]["message"]["reasoning"] and reply["choices"][0]["message"]["content"] == "Yes."
+    ids = engine.seen[0][2].reasoning
+    assert engine.tokenizer.decode([*ids.last_words, *ids.end]).endswith(config["reasoning_end_str"])
+    assert bool(ids.last_words) == bool(parser)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -254,6 +273,34 @@ def test_strict_tool_call_follows_its_schema() -> None:
     assert follows(engine, ONE) and follows(engine, "Just text.") and follows(engine, ONE + "\n" + ONE)
     assert not follows(engine, ONE.replace('"city"', '"town"'))
     assert not follows(engine, ONE.replace("weather", "now"))
+
+
+@pytest.mark.parametrize(("budget", "is_constrained"), [(None, True), (-1, True), (9, False)])
+def test_strict_calls_in_channels_are_constrained_from_the_first_token(
+    budget: int | None, is_constrained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a grammar that begins after a mark of Harmony which a call does not have."""
+    call = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CALL}<|call|>"
+    plain = byte_tokenizer()
+    plain.backend.add_special_tokens([AddedToken(mark, special=True) for mark in re.findall("<[^>]+>", call)])
+    tokenizer = Tokenizer(plain.backend, special_tokens={}, chat_template=plain.chat_template)
+    monkeypatch.setattr(fake_engine, "byte_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(fake_engine, "VOCAB", len(tokenizer))
+    engine = FakeEngine("Hm.")
+    settings = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
+    reply = chat(engine, settings, tools=STRICT, thinking_token_budget=budget)
+    assert reply.status_code == 200, reply.text
+    params = engine.seen[-1][2]
+    assert params.structured_outputs is not None and (params.reasoning is None) == is_constrained
+
+
+def test_strict_call_may_end_the_reasoning() -> None:
+    engine = FakeEngine(THOUGHT + ONE)
+    engine.facts.chat_template = OPENS
+    chat(engine, HERMES | {"reasoning_parser": "qwen3"}, tools=STRICT)
+    reasoning = engine.seen[-1][2].reasoning
+    assert reasoning is not None and reasoning.open
+    assert [engine.tokenizer.decode([*mark]) for mark in reasoning.breaks] == ["<tool_call>"]
 
 
 def test_response_format_constrains_answers_without_tool_calls() -> None:

@@ -1,8 +1,10 @@
 """Tests of the grammars of optional tool calls, in every format that has one."""
 
 import json
+import random
 import re
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -49,10 +51,13 @@ def render(format: CallFormat, *calls: tuple[str, dict[str, Any]]) -> str:
         for key, value in arguments.items():
             is_text = isinstance(value, str)
             shown = value if is_text and not format.quotes else json.dumps(value, ensure_ascii=False)
+            shown = format.string_mark + shown + format.string_mark if is_text else shown
             filled = format.parameter.replace("KEY", key).replace("IS_STRING", json.dumps(is_text))
+            filled = filled.replace("TYPE", "string" if is_text else "object")
             parameters.append(filled.replace("VALUE", shown))
         text = format.call.replace("NAME", name).replace("DIGITS", "0")
-        text = text.replace("PARAMETERS", (", " if format.quotes else "").join(parameters))
+        text = text.replace("HEADER", " <|constrain|>json")
+        text = text.replace("PARAMETERS", format.separator.join(parameters))
         texts.append(text.replace("ARGUMENTS", json.dumps(arguments, ensure_ascii=False)))
     if format.repeats:
         return "".join(format.opening + text for text in texts)
@@ -63,8 +68,10 @@ def render(format: CallFormat, *calls: tuple[str, dict[str, Any]]) -> str:
 def tokenizer_of(format: CallFormat, special: bool) -> tuple[Tokenizer, Grammars]:
     """Return a tokenizer that has the marks of the format as tokens, and the grammars over its vocabulary."""
     backend = byte_tokenizer().backend
-    written = format.opening + format.call + format.after
-    marks = [AddedToken(mark, special=special, normalized=False) for mark in re.findall("<[^>=]+>", written)]
+    parts = format.opening, format.call, format.after, format.string_mark, format.text_end, *format.free
+    written = "".join(parts) + ("<|constrain|>" if "HEADER" in format.call else "")
+    texts = dict.fromkeys(re.findall(r"\]<\]minimax\[>\[|<[^>=]+>", written))
+    marks = [AddedToken(mark, special=special, normalized=False) for mark in texts]
     (backend.add_special_tokens if special else backend.add_tokens)(marks)
     tokenizer = Tokenizer(backend, special_tokens={}, chat_template="")
     vocabulary = vocabulary_of(tokenizer, len(tokenizer), (EOS,))
@@ -81,15 +88,16 @@ def accepts(format: CallFormat, text: str, *, special: bool = False, **options: 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_parser_returns_the_calls_of_its_format(name: str) -> None:
-    pieces = TOOLS[name](schemas=SCHEMAS).parse(render(FORMATS[name], CALL, ("now", {})))
+    nested = {"k": {"a": 'x, "}y', "b": ["{"]}}
+    pieces = TOOLS[name](schemas=SCHEMAS).parse(render(FORMATS[name], CALL, ("now", {}), ("any", nested)))
     starts = [piece.name for piece in pieces if isinstance(piece, ToolStart)]
     arguments = [
         json.loads(
             "".join(p.text for p in pieces if isinstance(p, ToolArguments) and p.index == index) or "{}"
         )
-        for index in (0, 1)
+        for index in (0, 1, 2)
     ]
-    assert (starts, arguments) == (["weather", "now"], [CALL[1], {}])
+    assert (starts, arguments) == (["weather", "now", "any"], [CALL[1], {}, nested])
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -134,9 +142,44 @@ def test_special_tokens_are_matched_by_id() -> None:
     assert f"opening: <[{end}]>" in grammar and '"</s>"' not in grammar
 
 
-@pytest.mark.parametrize(("parser", "has_format"), [("glm47", True), ("openai", False), ("", False)])
-def test_names_of_parsers(parser: str, has_format: bool) -> None:
-    assert (format_of(parser, engine().tokenizer) is not None) == has_format
+@pytest.mark.parametrize("parser", TOOLS)
+def test_every_parser_has_strict_tools(parser: str) -> None:
+    """Three formats need special tokens, without which their marks cannot be told from text."""
+    needed = {"openai": "<|message|>", "gigachat3": "<|function_call|>", "kimi_k3": "<|sep|>"}
+    assert (format_of(parser, engine().tokenizer) is None) == (parser in needed)
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens([AddedToken(needed.get(parser, "<tool_calls:opensource>"), special=True)])
+    format = format_of(parser, Tokenizer(backend, special_tokens={}, chat_template=""))
+    assert format is not None
+    if parser == "hy_v3":
+        calls = render(format, CALL)
+        assert calls.count(":opensource>") == 13
+        pieces = TOOLS[parser](schemas=SCHEMAS).parse(calls)
+        assert [piece.name for piece in pieces if isinstance(piece, ToolStart)] == ["weather"]
+
+
+def test_unknown_parser_has_no_format() -> None:
+    assert format_of("", engine().tokenizer) is None
+
+
+HEADERS = (
+    "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+    " to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.now<|message|>{}<|call|>",
+    "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.any "
+    '<|message|>{"k": 1}<|call|>',
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+)
+
+
+@pytest.mark.parametrize("text", HEADERS)
+def test_messages_of_harmony(text: str) -> None:
+    """Catches messages in channels that the grammar of strict tools does not accept, and calls in them that
+    it does not constrain."""
+    assert accepts(FORMATS["openai"], text, special=True)
+    for old, new in (("functions.now", "functions.new"), ("{}", '{"x": 1}'), ('{"k": 1}', "[1]")):
+        if old in text:
+            assert not accepts(FORMATS["openai"], text.replace(old, new), special=True)
 
 
 def test_size_of_the_grammar_is_limited() -> None:
@@ -166,3 +209,105 @@ def test_grammars_are_checked_by_bytes_alone(name: str, special: bool) -> None:
     for params in wrong:
         with pytest.raises(RequestError):
             grammars.check(StructuredOutputsParams(**params))
+
+
+BFCL: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "live_parallel_3": [
+        ("get_current_weather", {"location": "Cancún, QR", "unit": "celsius"}),
+        ("get_current_weather", {"location": "Playa del Carmen, QR"}),
+        ("get_current_weather", {"location": "Tulum, QR", "unit": ""}),
+    ],
+    "live_parallel_4": [
+        ("get_current_weather", {"location": "Boston, USA", "url": "https://api.open-meteo.com/v1/forecast"})
+    ],
+    "live_parallel_11": [
+        ("log_food", {"food_name": "frozen mango", "portion_amount": 8.0, "portion_unit": "piece"}),
+        ("log_food", {"food_name": "chai tea", "portion_amount": 1.0, "meal_type": "snack"}),
+    ],
+    "live_parallel_15": [
+        ("cmd_controller.execute", {"command": "dir c:\\"}),
+        ("cmd_controller.execute", {"command": "echo.>C:\\testing.txt", "unit": "N/A"}),
+    ],
+    "simple_javascript_2": [
+        (
+            "extractLastTransactionId",
+            {"filepath": "/var/log/db.log", "status": ["completed", "failed"], "encoding": "utf-8"},
+        )
+    ],
+    "simple_javascript_3": [
+        ("submitAtCoordinate", {"action": "submit", "formId": "loginForm", "coordinates": [60, 30]})
+    ],
+    "simple_javascript_5": [
+        (
+            "manageReactState",
+            {
+                "store": {
+                    "initialState": "initialStateObject",
+                    "middlewares": ["loggerMiddleware"],
+                    "enhancers": ["applyMiddleware('myMiddleWare')"],
+                },
+                "context": "React.createContext()",
+                "hooks": {"useStateSelector": "useStateSelectorHook"},
+            },
+        )
+    ],
+    "simple_javascript_12": [
+        (
+            "performDataFetch",
+            {
+                "apiEndpoint": "https://api.example.com/data",
+                "requestConfig": {"method": "GET"},
+                "expectedResponse": {"key": "value"},
+                "handleErrors": True,
+            },
+        )
+    ],
+    "simple_javascript_13": [
+        ("DynamicChartGenerator", {"userData": ["userDataArray"], "scalingFactor": 3.0, "options": {}})
+    ],
+    "simple_javascript_16": [
+        ("rotateVertices", {"vertices": [[10.0, 15.0], [20.0, 25.0]], "pivot": [12.0, 17.0], "angle": 30.0})
+    ],
+    "simple_javascript_28": [
+        ("filterBooksByAuthor", {"library": ["bookA", "bookB", "bookC"], "author": "J.K. Rowling"})
+    ],
+    "simple_javascript_43": [
+        ("invokeCallback", {"callback": "processResult", "error": "null", "value": "Operation successful"})
+    ],
+    "simple_javascript_45": [
+        ("Sde", {"t": "https://github.com/yarnpkg/berry", "e": {"startingCwd": "/home/user/projects"}})
+    ],
+    "simple_javascript_46": [("vOe", {"r": "packageInfo", "e": "version", "t": "1.2.3"})],
+}
+"""Calls of the Berkeley Function Calling Leaderboard, version 4 (Apache 2.0): those of its possible answers
+with unusual names and values."""
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_published_calls_are_returned_and_follow_their_grammar(name: str) -> None:
+    format, rng = FORMATS[name], random.Random(name)
+    for case, calls in BFCL.items():
+        schemas: dict[str, dict[str, Any]] = {}
+        for function, arguments in calls:
+            properties = schemas.setdefault(function, {"type": "object", "properties": {}})["properties"]
+            properties |= {key: {"type": _TYPES[type(value)]} for key, value in arguments.items()}
+        text = render(format, *calls)
+        tokenizer, grammars = tokenizer_of(format, special=True)
+        params = StructuredOutputsParams(grammar=calls_grammar(format, schemas, tokenizer))
+        matcher = grammars.compile(params)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert all(matcher.advance(id) != "error" for id in ids) and matcher.inner.is_accepting(), case
+        for num_cuts in (0, 1, 7, len(text) - 1):
+            cuts = sorted(rng.sample(range(1, len(text)), num_cuts))
+            parser = TOOLS[name](schemas=schemas, make_id=lambda index, function: str(index))
+            parts = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+            pieces = [piece for part in parts for piece in parser.feed(part)] + parser.end()
+            starts = [piece.name for piece in pieces if isinstance(piece, ToolStart)]
+            returned = [
+                json.loads(
+                    "".join(p.text for p in pieces if isinstance(p, ToolArguments) and p.index == index)
+                )
+                for index in range(len(starts))
+            ]
+            assert list(zip(starts, returned, strict=True)) == calls, (case, parts)

@@ -3,6 +3,8 @@ calls inside of reasoning, marks that must not become content. Each output gives
 is split."""
 
 import json
+import random
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -156,6 +158,125 @@ REPORTS = {
         '<|tool_call>call:f{content:<|"|>She said "hello" {x}<|"|>,i:3}<tool_call|>',
         (("f", {"content": 'She said "hello" {x}', "i": 3}),),
     ),
+    "Gemma 4 with its own quotes in a string, vLLM 48678": Report(
+        "gemma4",
+        '<|tool_call>call:f{command:<|"|>x = sql(<|"|><|"|><|"|> SELECT 1 <|"|><|"|><|"|>).df()<|"|>,'
+        'path:<|"|>df_1<|"|>}<tool_call|>',
+        (("f", {"command": 'x = sql(""" SELECT 1 """).df()', "path": "df_1"}),),
+    ),
+    "Gemma 4 with strings of JSON and Python in containers, vLLM 51284": Report(
+        "gemma4",
+        """<|tool_call>call:f{query:["ds } 1"],path:['ds_2'],content:{"mode": "fast, {x}"}}<tool_call|>""",
+        (("f", {"query": ["ds } 1"], "path": ["ds_2"], "content": {"mode": "fast, {x}"}}),),
+    ),
+    "Gemma 4 with JSON in place of its own syntax, omlx 1854": Report(
+        "gemma4",
+        '<|tool_call>call:f{"content": "has } brace", "i": 3}<tool_call|>',
+        (("f", {"content": "has } brace", "i": 3}),),
+    ),
+    "Gemma 4 with a call without arguments, SGLang 35564": Report(
+        "gemma4",
+        "<|tool_call>call:g{}<tool_call|><|tool_call>call:f{i:1}<tool_call|>",
+        (("g", {}), ("f", {"i": 1})),
+    ),
+    "MiniMax-M2 with a call without arguments, SGLang 35564": Report(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        (("g", {}),),
+    ),
+    "Mistral with two calls without arguments, SGLang 35564": Report(
+        "mistral", "[TOOL_CALLS]g[ARGS]{}[TOOL_CALLS]g[ARGS]{}", (("g", {}), ("g", {}))
+    ),
+    "Command A with a call without arguments, SGLang 35564": Report(
+        "cohere_command4",
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "g", "parameters": {}}]<|END_ACTION|>',
+        (("g", {}),),
+    ),
+    "GLM-4.5 with an integer, SGLang 35564": Report(
+        "glm45",
+        "<tool_call>f\n<arg_key>i</arg_key>\n<arg_value>123</arg_value>\n</tool_call>",
+        (("f", {"i": 123}),),
+    ),
+    "Step3 with two calls, SGLang 31915 and vLLM 55082": Report(
+        "step3",
+        "<｜tool_calls_begin｜>\n"
+        + "\n".join(
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">\n'
+            f'<steptml:parameter name="{key}">{value}</steptml:parameter>\n'
+            "</steptml:invoke><｜tool_call_end｜>"
+            for key, value in (("query", "x"), ("i", "4"))
+        )
+        + "\n<｜tool_calls_end｜>",
+        (("f", {"query": "x"}), ("f", {"i": 4})),
+    ),
+    "xLAM with a call without arguments before another, vLLM 47901": Report(
+        "xlam",
+        '[{"name": "g", "arguments": {}}, {"name": "f", "arguments": {"query": "Seattle", "i": 2}}]',
+        (("g", {}), ("f", {"query": "Seattle", "i": 2})),
+    ),
+    "Hunyuan A13B with a call without arguments before another, vLLM 47901": Report(
+        "hunyuan_a13b",
+        '<tool_calls>[{"name": "g", "arguments": {}}, {"name": "f", "arguments": {"i": 2}}]</tool_calls>',
+        (("g", {}), ("f", {"i": 2})),
+    ),
+    "xLAM with text before its calls, vLLM 51697": Report(
+        "xlam",
+        'I look.\n```json\n[{"name": "f", "arguments": {"query": "Seattle", "path": "WA"}}]\n```',
+        (("f", {"query": "Seattle", "path": "WA"}),),
+        content="I look.",
+    ),
+    "Jamba with compact JSON, vLLM 48852": Report(
+        "jamba",
+        '<tool_calls>[{"name":"f","arguments":{"query":"a,b","i":1}}]</tool_calls>',
+        (("f", {"query": "a,b", "i": 1}),),
+    ),
+    "InternLM with compact JSON, vLLM 48852": Report(
+        "internlm",
+        '<|action_start|><|plugin|>\n{"name":"f","parameters":{"query":"a,b","i":1}}<|action_end|>',
+        (("f", {"query": "a,b", "i": 1}),),
+    ),
+    "Devstral with [ARGS], Rapid-MLX 579": Report(
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"path": "/tmp/foo.txt"}',
+        (("f", {"path": "/tmp/foo.txt"}),),
+    ),
+    "LFM2.5 with single quotes, llama.cpp 23838": Report(
+        "lfm2",
+        "<|tool_call_start|>[f(query='current temperature in Mexico City', i=5)]<|tool_call_end|>",
+        (("f", {"query": "current temperature in Mexico City", "i": 5}),),
+    ),
+    "Llama 3.3 with a type, llama.cpp 24329": Report(
+        "llama3_json", '{"type": "function", "name": "f", "parameters": {"i": 1}}', (("f", {"i": 1}),)
+    ),
+    "Muse Glimmer with a call at once, llama.cpp 29240": Report(
+        "muse_glimmer",
+        ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n'
+        '<atem:parameter name="content">{"alias": "Show <b>"}</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls><|eom|>",
+        (("f", {"content": '{"alias": "Show <b>"}'}),),
+        reasoning_parser="muse_glimmer",
+    ),
+    "Qwen3 with values that have angle brackets, vLLM 46047": Report(
+        "qwen3_coder",
+        QWEN_CALL.replace("query", "content").replace("\nx\n", "\nif x<5 && y>3: <p>\n"),
+        (("f", {"content": "if x<5 && y>3: <p>"}),),
+    ),
+    "Qwen3 with text before its call, llama.cpp 20260": Report(
+        "qwen3_coder",
+        f"Plan.\n</think>\n\nI look it up.\n\n{QWEN_CALL}",
+        (("f", {"query": "x"}),),
+        content="\n\nI look it up.",
+        reasoning_parser="qwen3",
+        prompt="<think>\n",
+        reasoning="Plan.\n",
+    ),
+    "gpt-oss without <|constrain|>, LM Studio 942": Report(
+        "openai",
+        "<|channel|>commentary to=functions.f<|constrain|>json<|message|>"
+        '{"query":{"envs":{"sd":{}}}}<|call|>',
+        (("f", {"query": {"envs": {"sd": {}}}}),),
+        reasoning_parser="openai_gptoss",
+    ),
     "Hermes with a call without arguments before another, SGLang 37634": Report(
         "hermes",
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n'
@@ -202,5 +323,10 @@ def test_reported_output(name: str) -> None:
         parser = parser_of(report)
         parts = parser.feed(report.text[:cut]) + parser.feed(report.text[cut:]) + parser.end()
         assert join(parts) == pieces, cut
-    parser = parser_of(report)
-    assert join([piece for char in report.text for piece in parser.feed(char)] + parser.end()) == pieces
+    rng = random.Random(name)
+    for num_cuts in (*range(2, 9), len(report.text) // 2, len(report.text) - 1):
+        cuts = sorted(rng.sample(range(1, len(report.text)), min(num_cuts, len(report.text) - 1)))
+        parser = parser_of(report)
+        parts = [report.text[a:b] for a, b in pairwise([0, *cuts, len(report.text)])]
+        streamed = [piece for part in parts for piece in parser.feed(part)] + parser.end()
+        assert join(streamed) == pieces, parts

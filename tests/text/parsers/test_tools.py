@@ -295,13 +295,17 @@ def streamed(name: str, parts: list[str]) -> list[Piece]:
 
 
 def splits(text: str, most: int = 15) -> Iterator[list[str]]:
-    """Yield splits of a text into chunks: into characters, equal parts, and two parts at every position (of a
-    long text, at some)."""
+    """Yield splits of a text into chunks: into characters, equal parts, two parts at every position (of a
+    long text, at some), and many parts at random positions."""
     for size in (1, 3):
         yield [text[at : at + size] for at in range(0, len(text), size)]
     step = max(1, len(text) // most)
     for cut in range(1 + len(text) % step, len(text), step):
         yield [text[:cut], text[cut:]]
+    rng = random.Random(text)
+    for num_cuts in (3, 8, len(text) // 4):
+        cuts = sorted(rng.sample(range(1, len(text)), min(num_cuts, len(text) - 1)))
+        yield [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
 
 
 def calls_of(pieces: list[Piece]) -> list[Call]:

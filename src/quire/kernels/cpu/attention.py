@@ -108,8 +108,9 @@ def attend(
         scales[1],
         softcap or 0.0,
     )
-    if recording():  # the sequences may grow until the tables are full
+    if recording():  # sequences may grow until the tables are full, and divide the queries in another way
         max_seq_len = block_tables.shape[1] * k_cache.shape[1]
+        max_query_len = len(q) - len(seq_lens) + 1
     scratch = _scratch(_scratch_size()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
     job.memory = scratch.data_ptr()
     _attention.run(job, (out, scratch, *read, *optional))

@@ -15,6 +15,7 @@ from quire.text.parsers import REASONING, TOOLS, Chain, answer_parser, load_plug
 from quire.text.parsers.calls import IdMaker
 from quire.text.parsers.detection import DetectedParsers, detect_parsers
 from quire.text.parsers.json_calls import NamedCall, RequiredCalls
+from quire.text.parsers.reasoning_marks import NO_MARKS, ReasoningMarks
 from quire.text.parsers.streaming import Parser, join
 
 if TYPE_CHECKING:  # a supervisor checks the names of the parsers, and opens no tokenizer
@@ -68,13 +69,19 @@ class Parsers:
     chat template."""
 
     def __init__(
-        self, *, reasoning: str, tools: str, auto: bool | None = None, plugins: Iterable[str] = ()
+        self,
+        *,
+        reasoning: str,
+        tools: str,
+        auto: bool | None = None,
+        plugins: Iterable[str] = (),
+        marks: ReasoningMarks = NO_MARKS,
     ) -> None:
         for path in filter(None, plugins):
             load_plugin(path)
         self.reasoning = _check_name(REASONING, reasoning)
         self.tools = _check_name(TOOLS, tools)
-        self._auto = auto
+        self._auto, self._marks = auto, marks
         self.detected = DetectedParsers()
         """Parsers that the chat template selected."""
 
@@ -98,7 +105,7 @@ class Parsers:
             reasoning=fitting.reasoning if self.reasoning is None else "",
         )
         self.tools = self.tools or self.detected.tools or None
-        self.reasoning = self.reasoning or self.detected.reasoning or None
+        self.reasoning = self.reasoning or self.detected.reasoning or self._marks.register()
         if self._auto and self.tools is None:
             raise ConfigError(
                 "enable_auto_tool_choice needs tool_call_parser: no known tool parser fits the chat template"
@@ -140,14 +147,18 @@ class Parsers:
                 make_parser, tools=partial(NamedCall, tools.name), make_id=self._id_maker(num_calls)
             )
         parser = make_parser()
-        reasoning = reasoning_ids(parser, tokenizer)
+        reasoning = reasoning_ids(parser, tokenizer, self._marks.end)
+        # The grammar of strict tools has messages of reasoning in it, unless their length is limited.
+        begins_at_once = unconstrained and bool(tools.strict) and getattr(parser, "reads_all", False)
+        begins_at_once = begins_at_once and body.thinking_token_budget in (None, -1)
         special = reasoning is not None and any(map(tokenizer.is_special, (*reasoning.start, *reasoning.end)))
         return AnswerFormat(
             make_parser,
             parser.keeps_special_tokens or special,
             reasoning,
-            tuple(_encode(mark, tokenizer) for mark in parser.reasoning_breaks),
+            () if reasoning is None else reasoning.breaks,
             reasoning is not None
+            and not begins_at_once
             and (reasoning.open or _may_think(text, parser, reasoning, enable_thinking)),
         )
 
@@ -159,13 +170,18 @@ class Parsers:
         return make_id and (lambda index, name: make_id(num_calls + index, name))
 
 
-def reasoning_ids(parser: Parser | Chain, tokenizer: "Tokenizer") -> ReasoningIds | None:
-    """Return the token ids of the marks around reasoning, such as <think>; None if the parser has no
-    marks."""
+def reasoning_ids(
+    parser: Parser | Chain, tokenizer: "Tokenizer", forced_end: str = ""
+) -> ReasoningIds | None:
+    """Return the token ids of the marks around reasoning, such as <think>; None if the parser has no marks.
+    `forced_end` is the text by which a spent budget ends the reasoning, if it ends with the end mark."""
     if parser.reasoning_marks is None:
         return None
     start, end = (_encode(mark, tokenizer) for mark in parser.reasoning_marks)
-    return ReasoningIds(start, end, parser.opened)
+    words, mark, rest = forced_end.rpartition(parser.reasoning_marks[1])
+    last_words = _encode(words, tokenizer) if mark and not rest else ()
+    breaks = tuple(_encode(mark, tokenizer) for mark in parser.reasoning_breaks)
+    return ReasoningIds(start, end, parser.opened, last_words, breaks)
 
 
 def _encode(mark: str, tokenizer: "Tokenizer") -> tuple[int, ...]:

@@ -72,7 +72,9 @@ def _optional_calls_grammar(
     answer_schema, format = _schema_only(requested), format_of(parser or "", tokenizer)
     if requested is not None and answer_schema is None:
         return None
-    if format is None or not (tools.strict or answer_schema) or (answer_schema and not format.opening):
+    if format is None or not (tools.strict or answer_schema):
+        return None
+    if answer_schema and (format.free or not format.opening):
         return None
     schemas = {name: tools.schemas[name] if name in tools.strict else _ANY for name in tools.schemas}
     return {"grammar": calls_grammar(format, schemas, tokenizer, answer_schema=answer_schema)}

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import RequestError
 from quire.text.parsers.calls import types_of
@@ -12,10 +12,13 @@ from quire.text.parsers.calls import types_of
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
-_PLACEHOLDERS = re.compile(r"(NAME|ARGUMENTS|PARAMETERS|DIGITS|KEY|IS_STRING|\n+)")
+_PLACEHOLDERS = re.compile(r"(NAME|ARGUMENTS|PARAMETERS|DIGITS|KEY|IS_STRING|TYPE|HEADER|\n+)")
 _MAX_CHARS = 1 << 20
 """Maximum characters of a grammar: every parameter with a reference repeats the schema's definitions."""
-_ANY_KEY = r"/[^<>\"=]{1,64}/"
+_ANY_KEY = r"/[^<>\"=:]{1,64}/"
+_OTHER_TYPE = "/number|integer|boolean|object|array|null/"
+_HEADER_TEXT = r"/[ ][^<{\n]{0,32}/", r"(/[^<{\n]{1,32}/)?"
+"""Text after the name in the header of a message, and after one of the header's marks."""
 _TERMINALS = (r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,8}/", "")
 
 
@@ -26,9 +29,11 @@ class CallFormat:
     opening: str
     """Text before calls, such as `<tool_call>`; empty if the calls are the whole output."""
     call: str
-    """Text of one call, with the placeholders NAME and DIGITS, and ARGUMENTS (JSON) or PARAMETERS."""
+    """Text of one call, with the placeholders NAME, DIGITS and HEADER (the rest of Harmony's header of a
+    message), and ARGUMENTS (JSON) or PARAMETERS."""
     parameter: str = ""
-    """Text of one parameter, with the placeholders KEY, VALUE and IS_STRING; empty for JSON arguments."""
+    """Text of one parameter, with the placeholders KEY, VALUE, IS_STRING and TYPE; empty for JSON
+    arguments."""
     before: str = ""
     """Text between the opening text and the first call."""
     between: str = ""
@@ -36,8 +41,21 @@ class CallFormat:
     """Text after the last call."""
     repeats: bool = False
     """Whether the opening text precedes every call."""
+    separator: str = ""
+    """Text between parameters."""
     quotes: bool = False
-    """Whether string parameters are written as JSON strings, and parameters are separated by commas."""
+    """Whether string parameters are written as JSON strings."""
+    string_mark: str = ""
+    """Mark before and after a string parameter."""
+    text_end: str = ""
+    """Text that ends a string parameter. Default: the text after the value, up to its last `>`."""
+    openings: tuple[str, ...] = ()
+    """Other texts before calls."""
+    first: str = ""
+    """Text before a call at the beginning of the output."""
+    free: tuple[str, ...] = ()
+    """Texts with special tokens that may be between the parts of free text, as of messages in channels. With
+    any, an answer cannot be JSON alone."""
 
 
 def _list(opening: str, call: str, closing: str = "") -> CallFormat:
@@ -58,7 +76,18 @@ _ARGUMENT_PAIRS = CallFormat(
     "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
     repeats=True,
 )
-_PYTHON = CallFormat("", "NAME(PARAMETERS)", "KEY=VALUE", before="[", between=", ", after="]", quotes=True)
+_PYTHON = CallFormat(
+    "", "NAME(PARAMETERS)", "KEY=VALUE", before="[", between=", ", after="]", separator=", ", quotes=True
+)
+_GEMMA = CallFormat(
+    "<|tool_call>",
+    "call:NAME{PARAMETERS}<tool_call|>",
+    "KEY:VALUE",
+    repeats=True,
+    separator=",",
+    string_mark='<|"|>',
+)
+_M3 = "]<]minimax[>["
 
 
 def _invoke(mark: str, prefix: str = "", attribute: str = "") -> CallFormat:
@@ -94,9 +123,35 @@ FORMATS = {
     "deepseek_v32": _invoke("｜DSML｜function_calls", "｜DSML｜", ' string="IS_STRING"'),
     "deepseek_v4": _invoke("｜DSML｜tool_calls", "｜DSML｜", ' string="IS_STRING"'),
     "dots": _invoke("dots_function_call"),
+    "functiongemma": replace(
+        _GEMMA,
+        opening="<start_function_call>",
+        call="call:NAME{PARAMETERS}<end_function_call>",
+        string_mark="<escape>",
+    ),
+    "gemma4": _GEMMA,
+    "gigachat3": CallFormat("<|function_call|>", f"\n{_CALL}", repeats=True),
     "glm45": _ARGUMENT_PAIRS,
     "granite": _list("<|tool_call|>", _CALL),
+    "granite-20b-fc": CallFormat("<function_call>", f"\n{_CALL}", repeats=True),
     "hermes": _HERMES,
+    "hy_v3": CallFormat(
+        "<tool_calls>",
+        "<tool_call>NAME<tool_sep>\nPARAMETERS</tool_call>",
+        "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+        before="\n",
+        between="\n",
+        after="\n</tool_calls>",
+    ),
+    "inkling": CallFormat(
+        "<|content_invoke_tool_json|>",
+        '\n{"name": "NAME", "args": ARGUMENTS}\n<|end_message|>',
+        repeats=True,
+        free=(
+            *("<|message_model|>", "<|content_text|>", "<|content_thinking|>", "<|end_message|>"),
+            "<|content_model_end_sampling|>",
+        ),
+    ),
     "internlm": CallFormat(
         "<|action_start|>",
         '<|plugin|>\n{"name": "NAME", "parameters": ARGUMENTS}<|action_end|>',
@@ -108,6 +163,16 @@ FORMATS = {
         "<|tool_call_begin|>functions.NAME:DIGITS<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
         between="\n",
         after="<|tool_calls_section_end|>",
+    ),
+    "kimi_k3": CallFormat(
+        "<|open|>tools<|sep|>",
+        '<|open|>call tool="NAME" index="DIGITS"<|sep|>\nPARAMETERS<|close|>call<|sep|>',
+        '<|open|>argument key="KEY" type="TYPE"<|sep|>VALUE<|close|>argument<|sep|>\n',
+        before="\n",
+        between="\n",
+        after="\n<|close|>tools<|sep|>",
+        text_end="<|close|>",
+        free=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
     "lfm2": replace(_PYTHON, opening="<|tool_call_start|>", after="]<|tool_call_end|>"),
     "llama3_json": CallFormat("", '{"name": "NAME", "parameters": ARGUMENTS}', between=";\n"),
@@ -122,7 +187,33 @@ FORMATS = {
     ),
     "minimax": CallFormat("<tool_calls>", _CALL, before="\n", between="\n", after="\n</tool_calls>"),
     "minimax_m2": _invoke("minimax:tool_call"),
+    "minimax_m3": CallFormat(
+        _M3,
+        f'<invoke name="NAME">\nPARAMETERS{_M3}</invoke>',
+        f"{_M3}<KEY>VALUE{_M3}</KEY>\n",
+        before=f"<tool_call>\n{_M3}",
+        between=f"\n{_M3}",
+        after=f"\n{_M3}</tool_call>",
+        text_end=_M3,
+    ),
     "mistral": _list("[TOOL_CALLS]", _CALL),
+    "muse_glimmer": replace(
+        _invoke("atem:function_calls", "atem:"), free=("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
+    ),
+    "olmo3": replace(
+        _PYTHON, opening="<function_calls>", before="\n", between="\n", after="\n</function_calls>"
+    ),
+    "openai": CallFormat(
+        "<|channel|>commentary to=functions.",
+        "NAMEHEADER<|message|>ARGUMENTS<|call|>",
+        repeats=True,
+        openings=("<|start|>assistant to=functions.",),
+        first=" to=functions.",
+        free=(
+            *(f"<|channel|>{channel}<|message|>" for channel in ("analysis", "commentary", "final")),
+            *("<|end|>", "<|return|>", "<|start|>assistant"),
+        ),
+    ),
     "phi4_mini_json": CallFormat("functools[", _CALL, between=",\n", after="]"),
     "pythonic": _PYTHON,
     "qwen3_coder": _FUNCTION,
@@ -155,14 +246,38 @@ _ALIASES = {
     "qwen3_xml": "qwen3_coder",
     "step3p5": "qwen3_coder",
 }
+_NEEDED_MARKS = {"openai": "<|message|>", "gigachat3": "<|function_call|>", "kimi_k3": "<|sep|>"}
+"""Special tokens without which the calls of a parser have no grammar: the model writes them in another way,
+or their marks are not told from text."""
 _NEW_MISTRAL = CallFormat("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", repeats=True)
+
+
+def _open_source(text: str) -> str:
+    """Return the text with the tags of published checkpoints of Hunyuan 3."""
+    return re.sub("(tool_calls?|tool_sep|arg_key|arg_value)>", r"\1:opensource>", text)
+
+
+_HY_V3 = FORMATS["hy_v3"]
+_OPEN_HY_V3 = replace(
+    _HY_V3,
+    opening=_open_source(_HY_V3.opening),
+    call=_open_source(_HY_V3.call),
+    parameter=_open_source(_HY_V3.parameter),
+    after=_open_source(_HY_V3.after),
+)
+"""Format of the published checkpoints of Hunyuan 3."""
 
 
 def format_of(parser: str, tokenizer: "Tokenizer") -> CallFormat | None:
     """Return the call format of a parser, or None if the parser has no grammar. Newer Mistral models, with
     the token [ARGS] before the arguments, have a format of their own."""
-    if parser == "mistral" and "[ARGS]" in _special_tokens(tokenizer):
+    marks = _special_tokens(tokenizer)
+    if parser == "mistral" and "[ARGS]" in marks:
         return _NEW_MISTRAL
+    if parser == "hy_v3" and "<tool_calls:opensource>" in marks:
+        return _OPEN_HY_V3
+    if parser in _NEEDED_MARKS and _NEEDED_MARKS[parser] not in marks:
+        return None
     return FORMATS.get(_ALIASES.get(parser, parser))
 
 
@@ -179,6 +294,38 @@ def calls_grammar(
     tokens are matched by token id. An `answer_schema` needs a format with an opening mark."""
     assert format.opening or answer_schema is None
     return _Grammar(format, _special_tokens(tokenizer)).write(schemas, answer_schema)
+
+
+class FreeTextMarks(NamedTuple):
+    """The marks until which the text of a grammar is free."""
+
+    triggers: list[str]
+    """Texts that begin calls; empty if a special token does."""
+    not_first: str
+    """Character that begins calls if it is the first of the output; empty: no such character."""
+
+
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
+_PLAIN_TEXT = re.compile(r"plain: /\[\^\\?(.)\]\(\.\|\\n\)\*/")
+
+
+def free_text_marks(grammar: str) -> FreeTextMarks | None:
+    """Return the marks until which texts of a grammar are free, if it has the form in which `calls_grammar`
+    writes grammars of optional calls; None for other grammars."""
+    start, *rules = grammar.split("\n")
+    if not grammar.endswith("\n".join(_TERMINALS)):
+        return None
+    if start.startswith("start: plain? |"):
+        plain = next(filter(None, map(_PLAIN_TEXT.fullmatch, rules)), None)
+        return None if plain is None else FreeTextMarks([], plain[1])
+    begun = next((rule for rule in rules if rule.startswith(("begun: TEXT ", "begun[lazy]: TEXT "))), "")
+    if not (start.startswith("start: (begun ") and start.endswith(")* TEXT") and begun):
+        return None
+    marks = begun.partition(": TEXT ")[2].split(" | TEXT ")
+    if all(mark.startswith("<[") for mark in marks):
+        return FreeTextMarks([], "")
+    is_text = all(_LITERAL.fullmatch(mark) for mark in marks)
+    return FreeTextMarks([json.loads(mark) for mark in marks], "") if is_text else None
 
 
 def _special_tokens(tokenizer: "Tokenizer") -> dict[str, int]:
@@ -226,24 +373,34 @@ class _Grammar:
             first = (self.format.before or self.format.call)[0]
             self._add(f"plain: /[^{re.escape(first)}](.|\\n)*/")
             return f"plain? | {body}"
-        self._add(f"opening: {self._mark(opening)}")
+        openings = [self._symbols(text) for text in (opening, *self.format.openings)]
+        self._add(f"opening: {' | '.join(openings)}")
         if answer_schema is not None:
             return f"{_json(answer_schema)} | opening {body}"
-        lazy = "" if opening in self.marks else "[lazy]"
-        self._add(f"begun{lazy}: TEXT {self._mark(opening)}")
-        return f"(begun {body})* TEXT"
+        lazy = "" if any(mark in opening for mark in self.marks) else "[lazy]"
+        self._add(f"begun{lazy}: {' | '.join(f'TEXT {symbols}' for symbols in openings)}")
+        parts = f"begun {body}"
+        free = [self._symbols(text) for text in self.format.free if any(mark in text for mark in self.marks)]
+        if free:
+            self._add(f"free: TEXT ({' | '.join(free)})")
+            parts = f"{parts} | free"
+        if not self.format.first:
+            return f"({parts})* TEXT"
+        self._add(f"first[lazy]: {_literal(self.format.first)}")
+        return f"(first {body})? ({parts})* TEXT"
 
     def _mark(self, text: str) -> str:
         return f"<[{self.marks[text]}]>" if text in self.marks else _literal(text)
 
     def _symbols(self, text: str, **fields: Any) -> str:
         """Convert text to grammar symbols: special tokens, literals, white space and filled placeholders."""
-        known = sorted((mark for mark in self.marks if mark in text), key=len, reverse=True)
+        marks = {*self.marks, self.format.text_end} - {""}
+        known = sorted((mark for mark in marks if mark in text), key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
         return " ".join(symbol for part in parts for symbol in self._part(part, fields))
 
     def _part(self, part: str, fields: Mapping[str, Any]) -> Iterator[str]:
-        if part in self.marks:
+        if part in self.marks or (part and part == self.format.text_end):
             yield self._mark(part)
             return
         for piece in filter(None, _PLACEHOLDERS.split(part)):
@@ -254,6 +411,13 @@ class _Grammar:
                     yield fields["parameters"]
                 case "NAME" | "IS_STRING":
                     yield _literal(fields[piece.lower()])
+                case "TYPE" if fields["is_string"] == "true":
+                    yield _literal("string")
+                case "TYPE":
+                    yield _OTHER_TYPE
+                case "HEADER":
+                    marks = (self._mark(mark) for mark in ("<|channel|>", "<|constrain|>"))
+                    yield f"({_HEADER_TEXT[0]} | ({' | '.join(marks)}) {_HEADER_TEXT[1]})*"
                 case "KEY":
                     yield _ANY_KEY if fields["key"] is None else _literal(fields["key"])
                 case "DIGITS":
@@ -269,7 +433,8 @@ class _Grammar:
             if schema.get("additionalProperties") is False:
                 return ""
             self._add(f"{name}: {self._parameter(name, None, {})}")
-            return f"({name} ({_literal(', ')} {name})*)?" if self.format.quotes else f"{name}*"
+            separator = self.format.separator
+            return f"({name} ({_literal(separator)} {name})*)?" if separator else f"{name}*"
         required = set(schema.get("required") or ())
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         keys = list(properties)
@@ -277,13 +442,13 @@ class _Grammar:
             value = properties[key]
             merged = {**definitions, **value} if "$ref" in json.dumps(value) else value
             self._add(f"{name}_{index}: {self._parameter(f'{name}_{index}', key, merged)}")
-        if self.format.quotes:
+        if self.format.separator:
             return self._separated(name, [key in required for key in keys])
         return " ".join(f"{name}_{index}{'' if key in required else '?'}" for index, key in enumerate(keys))
 
     def _separated(self, name: str, required: list[bool]) -> str:
         """Return the grammar symbols of parameters, with commas between those that are present."""
-        comma, first, later = _literal(", "), "", ""
+        comma, first, later = _literal(self.format.separator), "", ""
         for index in reversed(range(len(required))):
             rule = f"{name}_{index}"
             is_required = required[index]
@@ -303,13 +468,15 @@ class _Grammar:
         head, _, tail = self.format.parameter.partition("VALUE")
         symbols = self._symbols(head, **fields)
         choices = schema.get("enum") if isinstance(schema, Mapping) and types == {"string"} else None
+        mark = f"{self._mark(self.format.string_mark)} " if is_text and self.format.string_mark else ""
         if not is_text or isinstance(choices, list):
             values = map(_literal, map(str, choices)) if is_text and choices else [_json(schema)]
-            return f"{symbols} ({' | '.join(values)}) SPACE? {self._symbols(tail, **fields)}".rstrip()
-        end = tail[: tail.rindex(">") + 1]
+            end = mark or "SPACE? "
+            return f"{symbols} {mark}({' | '.join(values)}) {end}{self._symbols(tail, **fields)}".rstrip()
+        end = self.format.string_mark or self.format.text_end or tail[: tail.rindex(">") + 1]
         lazy = "" if end in self.marks else "[lazy]"
         self._add(f"{name}_text{lazy}: TEXT {self._mark(end)}")
-        return f"{symbols} {name}_text {self._symbols(tail.removeprefix(end), **fields)}".rstrip()
+        return f"{symbols} {mark}{name}_text {self._symbols(tail.removeprefix(end), **fields)}".rstrip()
 
 
 def _literal(text: str) -> str:

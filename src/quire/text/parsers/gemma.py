@@ -7,6 +7,7 @@ from functools import partial
 
 from quire.text.parsers.calls import ToolParser, is_name, parse_json, to_json
 from quire.text.parsers.json_text import SCALAR
+from quire.text.parsers.pythonic import python_to_json
 from quire.text.parsers.streaming import Wait
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -56,6 +57,8 @@ class GemmaCalls(ToolParser):
             if value is None:
                 return False
             key = key.strip().removeprefix(self.marks.quote).removesuffix(self.marks.quote)
+            if _STRING.fullmatch(key) and isinstance(name_in_json := parse_json(key), str):
+                key = name_in_json
             self.arguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: {value}")
             comma = ", "
             yield from self.take(",")
@@ -67,9 +70,17 @@ class GemmaCalls(ToolParser):
         plain: list[str] = []
         depth = 0
         while True:
-            mark = yield from self.until((self.marks.quote, *"{}[],"), plain.append)
+            mark = yield from self.until((self.marks.quote, *'"{}[],'), plain.append)
             if not mark:
                 return None
+            if mark == '"':  # models write strings of JSON, too
+                before = "".join(plain).rstrip()
+                if not before or (depth and before[-1] in "{[,:"):
+                    yield from self._json_string(plain.append)
+                else:
+                    yield from self.take('"')
+                    plain.append('"')
+                continue
             if not depth and mark in "},":
                 return _scalar("".join(plain))
             yield from self.take(mark)
@@ -79,17 +90,32 @@ class GemmaCalls(ToolParser):
                 if depth < 0:
                     return None
                 continue
-            quoted: list[str] = []
-            if not (yield from self.until((self.marks.quote,), quoted.append)):
+            quoted = yield from self._quoted(",}]:" if depth else ",}]")
+            if quoted is None:
                 return None
+            plain.append(json.dumps(quoted))
+
+    def _quoted(self, followers: str) -> Wait[str | None]:
+        """Return the text up to the mark that ends it, which is followed by one of the characters or the end
+        of the output; None if it is incomplete. Other marks are quotes within the text."""
+        parts: list[str] = []
+        while (yield from self.until((self.marks.quote,), parts.append)):
             yield from self.take(self.marks.quote)
-            plain.append(json.dumps("".join(quoted)))
+            self.hold()
+            char = yield from self.space()
+            self.go_back()
+            if not char or char in followers:
+                return "".join(parts)
+            parts.append('"')
+        return None
 
 
 def _scalar(plain: str) -> str:
     """Return a value as JSON after adding missing quotes; as a string if it is still not valid."""
     plain = plain.strip()
     encoded = to_json(parse_json(_quote_keys(plain)))
+    if plain[:1] in ("[", "{") and "'" in plain:
+        encoded = python_to_json(plain) or encoded
     return json.dumps(plain, ensure_ascii=False) if encoded is None else encoded
 
 
