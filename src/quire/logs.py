@@ -20,15 +20,15 @@ class _Formatter(logging.Formatter):
 
 
 class LogStream:
-    """Writes lines to a text stream. If this is a pipe or a socket, lines are dropped while it is full, so that
-    a server whose log nothing reads does not stop."""
+    """Writes lines to a text stream. If this is a pipe or a socket, lines are dropped while it is full, so
+    that a server whose log nothing reads does not stop."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self._opened: tuple[int, int] | None = None
         """Device and inode of the pipe or socket to which `_send` writes."""
         self._send: Callable[[bytes], int] | None = None
-        """Writes without waiting; None if the stream is neither a pipe nor a socket, or cannot be reopened."""
+        """Writes without waiting; None if the stream is no pipe and no socket, or cannot be reopened."""
         self._num_dropped = 0
 
     def write(self, line: str) -> None:
@@ -36,8 +36,9 @@ class LogStream:
         if self._send is None:
             self.stream.write(line)
             return
-        note = f"\n{self._num_dropped} log lines were dropped: the pipe was full\n" if self._num_dropped else ""
-        data = (note + line).encode(errors="backslashreplace")
+        if self._num_dropped:
+            line = f"\n{self._num_dropped} log lines were dropped: the pipe was full\n{line}"
+        data = line.encode(errors="backslashreplace")
         try:
             self._num_dropped = int(self._send(data) < len(data))
         except (BlockingIOError, BrokenPipeError):

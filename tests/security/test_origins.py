@@ -10,7 +10,6 @@ import pytest
 from ask import CHAT, MESSAGES, ask, refused
 from fake_engine import FakeEngine
 
-from quire.config.env import Env
 from quire.server import main
 from quire.server.http.exposure import exposures
 from quire.server.settings import make_settings

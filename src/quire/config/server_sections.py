@@ -68,8 +68,8 @@ class AccessSection:
     allow_credentials: bool = False
     """CORS: allow browsers to send cookies and keys from other origins."""
     allowed_origins: list[str] = field(default_factory=lambda: ["*"])
-    """CORS: JSON list of allowed origins; `[]` allows only the server's own page. In developer mode without an
-    API key, `*` allows only paths below /v1/."""
+    """CORS: JSON list of allowed origins; `[]` allows only the server's own page. In developer mode without
+    an API key, `*` allows only paths below /v1/."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
     """CORS: JSON list of allowed methods."""
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])

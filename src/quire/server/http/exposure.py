@@ -32,8 +32,8 @@ def exposures(settings: ServerSettings) -> list[Exposure]:
     elif "*" in settings.access.allowed_origins and not settings.http.uds:
         warnings.append(
             Exposure(
-                "every web page that is opened on this machine can use the server, because there is no API key "
-                "and --allowed-origins is *",
+                "every web page that is opened on this machine can use the server: there is no API key, and "
+                "--allowed-origins is *",
                 "give --api-key (or QUIRE_API_KEY), or --allowed-origins '[]'",
             )
         )
