@@ -98,9 +98,9 @@ class Admitter:
             tenants, request = running.tenant[running.order], self.waiting.next()
             if (tenants != tenants[0]).any() or (request is not None and request.tenant != tenants[0]):
                 most.append(prefill_limit(self.cost, Decodes.of(running, pending)))
-        if self.targets is not None and len(running):
-            if (limit := self.targets.prompt_limit(running, pending)) is not None:
-                most.append(limit)
+        targets = self.targets if len(running) else None
+        if targets is not None and (limit := targets.prompt_limit(running, pending)) is not None:
+            most.append(limit)
         if most:
             limits.paced_tokens = num_decodes + min(most)
 

@@ -98,9 +98,9 @@ class StepLimits:
         if seconds > LONGEST_S and num_prompt_tokens > LEAST_TIMED:
             self.timed_tokens = max(LEAST_TIMED, int(num_prompt_tokens * LONGEST_S / seconds))
         elif self.timed_tokens is not None and 2 * seconds < LONGEST_S:
-            if 2 * num_prompt_tokens >= self.timed_tokens:
-                most = 2 * self.timed_tokens
-                self.timed_tokens = most if most < self._settings[1] else None
+            is_full = 2 * num_prompt_tokens >= self.timed_tokens
+            most = 2 * self.timed_tokens if is_full else self.timed_tokens
+            self.timed_tokens = most if most < self._settings[1] else None
 
     def record_success(self, num_rows: int, num_tokens: int) -> None:
         """Record that a step with this many rows and tokens succeeded. After some such steps, lowered limits

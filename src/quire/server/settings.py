@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.args import check_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
-from quire.config.env import Env, MediaEnv, TimeoutEnv, StoreLimits
+from quire.config.env import Env, MediaEnv, StoreLimits, TimeoutEnv
 from quire.config.sections import Option, options_of
 from quire.config.server_sections import (
     SERVER_SECTIONS,

@@ -67,7 +67,7 @@ class ResponseBody(GenerateBody):
     store: bool | None = doc("Store the response. Has no effect if the server has no store.", True)
     background: bool | None = doc("Return at once and generate in the background. Needs the store.", False)
     max_output_tokens: int | None = doc(
-        "Includes reasoning tokens. Default: as many as fit the model's context. `max_tokens` is another name.",
+        "Includes reasoning tokens. Default: as many as fit the model's context. Also as `max_tokens`.",
         validation_alias=AliasChoices("max_output_tokens", "max_tokens"),
         json_schema_extra={"minimum": 1},
     )
