@@ -16,8 +16,8 @@ class CorsMiddleware:
     not browsers, and most of the server's own page."""
 
     def __init__(self, app: ASGIApp, access: AccessSection, *, has_open_operation: bool = False) -> None:
-        """Build the middleware. With `has_open_operation`, the server has the routes of developer mode, and no
-        key: origins that are not named, but allowed by `*`, may then only use the paths below /v1/."""
+        """Build the middleware. With `has_open_operation`, the server has the routes of developer mode, and
+        no key: origins that are not named, but allowed by `*`, may then only use the paths below /v1/."""
         self._app = app
         self._named = access.allowed_origins
         self._has_open_operation = has_open_operation
