@@ -368,9 +368,11 @@ def model_memory(config: EngineConfig) -> ModelMemory:
 
 def check_weights_fit(config: EngineConfig) -> None:
     """Raise ConfigError if the weights alone exceed the memory of a CPU by a tenth: the kernel would end the
-    process while it loads them. Weights that are quantized while they are loaded are not checked."""
-    machine, is_reduced = config.machine, config.quant is not config.checkpoint.quant
-    if machine.device == "cpu" and not is_reduced:
+    process while it loads them. Weights that are quantized while they are loaded are not checked, nor are
+    those of models that run through transformers, whose parameters are not counted exactly."""
+    machine, checkpoint = config.machine, config.checkpoint
+    is_exact = config.quant is checkpoint.quant and checkpoint.facts.borrowed is None
+    if machine.device == "cpu" and is_exact:
         num_bytes = model_memory(config).weights
         if num_bytes > 1.1 * machine.total_bytes:
             raise ConfigError(weights_too_large(config, num_bytes))
