@@ -2,7 +2,12 @@
 
 import io
 import logging
+import os
+import socket
+from pathlib import Path
+from typing import TextIO
 
+import pytest
 from tqdm import tqdm
 
 from quire import logs
@@ -19,7 +24,7 @@ def shown_lines(text: str) -> list[str]:
     return lines
 
 
-def log_into(stream: io.StringIO) -> logging.Logger:
+def log_into(stream: TextIO) -> logging.Logger:
     logger = logging.Logger("test")
     handler = logs._Handler(stream)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
@@ -44,3 +49,39 @@ def test_line_does_not_begin_behind_a_progress_bar() -> None:
         "",
     ]
     assert sum("Processed prompts: 100%" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("is_socket", [False, True])
+def test_full_pipe_drops_lines_and_blocks_neither_this_process_nor_the_descriptor(is_socket: bool) -> None:
+    """Catches a server that stops when nothing reads its log."""
+    if is_socket:
+        reader, writer = (end.detach() for end in socket.socketpair())
+    else:
+        reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as log, open(writer, "w") as stream:
+        logger = log_into(stream)
+        for number in range(20_000):
+            logger.info("line %05d %s", number, "x" * 100)
+        assert os.get_blocking(writer), "other processes may share this descriptor"
+        first = log.read(1 << 20)
+        assert first.startswith(b"INFO line 00000 x") and len(first) < 20_000 * 100
+        os.set_blocking(reader, False)
+        while log.read(1 << 20):
+            pass
+        logger.info("read again")
+        last = log.read(1 << 20).decode()
+        num_dropped = int(last.split()[0])
+        assert last.endswith(" log lines were dropped: the pipe was full\nINFO read again\n")
+        assert 0 < num_dropped < 20_000 - first.count(b"\n") + 1
+
+
+def test_log_follows_a_redirected_descriptor(tmp_path: Path) -> None:
+    """Catches lines that still go to the pipe of a parent process."""
+    reader, writer = os.pipe()
+    with open(reader, "rb"), open(writer, "w") as stream:
+        logger = log_into(stream)
+        logger.info("into the pipe")
+        with (tmp_path / "log").open("w") as other:
+            os.dup2(other.fileno(), writer)
+        logger.info("into the file")
+    assert (tmp_path / "log").read_text() == "INFO into the file\n"

@@ -3,7 +3,9 @@
 import functools
 import logging
 import os
+import stat
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
@@ -17,16 +19,74 @@ class _Formatter(logging.Formatter):
         return _prefix + super().format(record)
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class LogStream:
+    """Writes lines to a text stream. If this is a pipe or a socket, lines are dropped while it is full, so
+    that a server whose log nothing reads does not stop."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self._opened: tuple[int, int] | None = None
+        """Device and inode of the pipe or socket to which `_send` writes."""
+        self._send: Callable[[bytes], int] | None = None
+        """Writes without waiting; None if the stream is no pipe and no socket, or cannot be reopened."""
+        self._num_dropped = 0
+
+    def write(self, line: str) -> None:
+        self._reopen()
+        if self._send is None:
+            self.stream.write(line)
+            return
+        if self._num_dropped:
+            line = f"\n{self._num_dropped} log lines were dropped: the pipe was full\n{line}"
+        data = line.encode(errors="backslashreplace")
+        try:
+            self._num_dropped = int(self._send(data) < len(data))
+        except (BlockingIOError, BrokenPipeError):
+            self._num_dropped += 1
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def _reopen(self) -> None:
+        """Open the pipe or socket of the stream a second time, unless it is open. The file descriptor of the
+        stream itself stays blocking, because other processes may share it."""
+        try:
+            fd = self.stream.fileno()
+            status = os.fstat(fd)
+        except (OSError, ValueError):  # not a file, or closed
+            return
+        if (status.st_dev, status.st_ino) == self._opened:
+            return
+        self._opened, self._send = (status.st_dev, status.st_ino), None
+        try:
+            if stat.S_ISFIFO(status.st_mode):
+                self._send = functools.partial(os.write, _open_pipe(fd))
+            elif stat.S_ISSOCK(status.st_mode):
+                import socket
+
+                connection = socket.socket(fileno=os.dup(fd))
+                self._send = lambda data: connection.send(data, socket.MSG_DONTWAIT)
+        except OSError:  # a pipe of another user, or one that nothing has open for reading
+            pass
+
+
+def _open_pipe(fd: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+class _Handler(logging.StreamHandler[LogStream]):
     """Writes lines to a stream. Progress bars of this process are cleared before a line and drawn again after
     it, so that no line begins behind a bar."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(LogStream(stream))
 
     def emit(self, record: logging.LogRecord) -> None:
         bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if bars is None or not getattr(bars, "_instances", ()):
             super().emit(record)
             return
-        with bars.external_write_mode(file=self.stream):
+        with bars.external_write_mode(file=self.stream.stream):
             super().emit(record)
 
 

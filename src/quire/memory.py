@@ -392,6 +392,30 @@ def model_memory(config: EngineConfig) -> ModelMemory:
     return ModelMemory(weights * sharing, (weights + kv_bytes + step_bytes(config)) * sharing)
 
 
+def check_weights_fit(config: EngineConfig) -> None:
+    """Raise ConfigError if the weights alone exceed the memory of a CPU by a tenth: the kernel would end the
+    process while it loads them. Weights that are quantized while they are loaded are not checked, nor are
+    those of models that run through transformers, whose parameters are not counted exactly."""
+    machine, checkpoint = config.machine, config.checkpoint
+    is_exact = config.quant is checkpoint.quant and checkpoint.facts.borrowed is None
+    if machine.device == "cpu" and is_exact:
+        num_bytes = model_memory(config).weights
+        if num_bytes > 1.1 * machine.total_bytes:
+            raise ConfigError(weights_too_large(config, num_bytes))
+
+
+def weights_too_large(config: EngineConfig, num_bytes: int) -> str:
+    """Return the message for weights that do not fit, with remedies."""
+    remedies = ["a smaller model", "a quantized checkpoint", "--quantization int8"]
+    if config.machine.device != "cpu":
+        remedies += ["a higher --tensor-parallel-size", "--cpu-offload-gb"]
+    return (
+        f"the weights take about {human(num_bytes)}, and the {config.machine.device} has "
+        f"{human(config.machine.total_bytes)} of memory: use {', '.join(remedies[:-1])} or {remedies[-1]}; "
+        "`quire plan MODEL` lists what fits"
+    )
+
+
 def _stored_bytes(config: EngineConfig) -> int:
     """Return the bytes of all weights: the size of the files of a quantized checkpoint, otherwise the number
     of parameters times the size of the dtype."""

@@ -345,7 +345,7 @@ def _raise(error: BaseException) -> Callable[..., str]:
         ("GatedRepoError", "is gated: accept its terms.*HF_TOKEN"),
         ("RepositoryNotFoundError", "neither an existing path nor on the hub"),
         ("RevisionNotFoundError", "has no revision 'r'"),
-        ("LocalEntryNotFoundError", "nor a reachable hub id"),
+        ("LocalEntryNotFoundError", "nor a reachable hub id.*(unset it|HF_ENDPOINT), or give the directory"),
         ("HFValidationError", "nor a hub id"),
         ("HfHubHTTPError", "could not be downloaded"),
         ("ConnectionError", "could not be downloaded"),

@@ -299,8 +299,9 @@ def test_overrides_are_merged_before_reading(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"num_attention_heads": 6, "num_key_value_heads": 6}, "64 is not divisible by .* 6"),
         ({"hidden_size": "absent"}, "the key hidden_size is missing"),
-        ({"hidden_size": "64"}, "hidden_size is '64', expected a positive integer"),
+        ({"hidden_size": "64"}, "hidden_size is '64', expected a positive integer below"),
         ({"hidden_size": 64.5}, "hidden_size is 64.5"),
+        ({"num_hidden_layers": 10**12}, "expected a positive integer below"),
         ({"num_hidden_layers": -2}, "num_hidden_layers is -2"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
@@ -358,7 +359,7 @@ def test_invalid_value_is_named(tmp_path: Path, changes: dict[str, Any], message
     assert "config.json" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["{not json", "[1, 2]", ""])
+@pytest.mark.parametrize("content", ["{not json", "[1, 2]", "", "[" * 200_000])
 def test_config_that_is_not_a_json_object_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):

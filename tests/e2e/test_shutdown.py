@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 from typing import Any
@@ -131,3 +132,19 @@ def test_sigterm_during_model_loading(start: Start) -> None:
     os.kill(server.core, signal.SIGSTOP)  # it never gets healthy
     server.process.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0, server.text()
+
+
+def test_deleted_folder_of_sockets_ends_the_server_when_a_process_must_be_restarted(
+    start: Start, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback after a clean-up of /tmp."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    server = start()
+    server.until_healthy()
+    (scratch,) = folder.glob("quire-*")
+    shutil.rmtree(scratch)
+    assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+    os.kill(server.core, signal.SIGKILL)
+    assert server.exit_code() == 1
+    assert f"{scratch} was deleted" in server.text() and "Traceback" not in server.text(), server.text()

@@ -204,6 +204,7 @@ def test_preempted_constrained_request_continues(llm: LLM) -> None:
         ({"grammar": 'start: "a" | b'}, "unknown name"),
         ({"grammar": 'start: start "a"'}, "NoExtension"),
         ({"grammar": 'root ::= "a'}, "grammar"),
+        ({"grammar": 'root ::= missing "a"'}, "Rule 'missing' not found"),
         ({"structural_tag": '{"format": {}}'}, "structures"),
         ({"choice": ["\ud800"]}, "choice"),
     ],

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from symbolic import Engine
 
+from quire.sched.limits import LEAST_TIMED, LONGEST_S, StepLimits
 from quire.sched.prefill_limit import LEAST_TOKENS, SHORT_S, SLOWDOWN, prefill_limit
 from quire.sched.step_cost import FIRST_TOKENS, Decodes, StepCost
 
@@ -71,3 +72,34 @@ def test_prompt_is_split_while_another_tenant_decodes() -> None:
 
 def test_prompt_of_a_single_tenant_is_not_limited() -> None:
     assert max(map(sum, plans_with(1, 10))) == 64
+
+
+def test_prompt_tokens_are_limited_after_a_long_step_and_rise_again() -> None:
+    limits = StepLimits(max_rows=8, max_tokens=2048)
+    limits.record_time(2048, LONGEST_S)
+    assert limits.timed_tokens is None
+    limits.record_time(2048, 8 * LONGEST_S)
+    assert limits.timed_tokens == 256
+    limits.record_time(256, LONGEST_S)  # as long as it should be
+    limits.record_time(1, 0.01)  # without many prompt tokens it tells nothing
+    assert limits.timed_tokens == 256
+    for expected in (512, 1024, None):
+        limits.record_time(limits.timed_tokens or 0, 0.4 * LONGEST_S)
+        assert limits.timed_tokens == expected
+    limits.record_time(2048, 1000 * LONGEST_S)
+    limits.record_time(LEAST_TIMED, 2 * LONGEST_S)
+    assert limits.timed_tokens == LEAST_TIMED
+
+
+@pytest.mark.parametrize("fair", [False, True])
+def test_prompt_is_split_while_steps_are_long(fair: bool) -> None:
+    """Catches an engine that reacts to nothing for minutes, and whose /health is 503, while it computes a
+    long prompt on a slow device."""
+    engine = Engine(fair=fair, num_blocks=400, max_num_batched_tokens=64)
+    engine.scheduler.limits.timed_tokens = 20
+    engine.add("a", [number % 90 for number in range(200)], 2, tenant=1)
+    for _ in range(3):
+        engine.step()
+    assert [plan.num_tokens.tolist() for plan in engine.plans[:3]] == [[20], [40], [64]], (
+        "the first step has 20 tokens, and each fast one allows twice as many"
+    )

@@ -30,7 +30,7 @@ def test_model_weights_cannot_run_code(tmp_path: Path) -> None:
     path, _ = make_tiny("llama", tmp_path)
     (path / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Trap(tmp_path / "ran")}, path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin cannot be read as plain weights"):
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin cannot be read as plain weights: [^.]*$"):
         open_tiny(path)
     assert not (tmp_path / "ran").exists()
     torch.load(path / "pytorch_model.bin", weights_only=False)

@@ -35,6 +35,8 @@ def test_models_lists_every_served_name() -> None:
     assert card["permission"][0]["id"].startswith("modelperm-")
     for name in ("none", "a%0Ab", "none%0A"):
         refused(ask("GET", f"/v1/models/{name}", engine=engine), 404)
+    slash = ask("GET", "/v1/models/", engine=engine)
+    assert slash.status_code == 307 and slash.headers["location"] == "http://test/v1/models"
 
 
 def test_models_is_503_until_the_engine_is_ready() -> None:

@@ -12,6 +12,7 @@ import pytest
 from ask import CHAT, COMPLETIONS, MESSAGES, until
 from fake_engine import FakeEngine
 
+from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.server.http.sockets import bind, check_is_free
 from quire.server.main import serve
@@ -23,10 +24,10 @@ TIMEOUT_S = 60
 
 @asynccontextmanager
 async def served(
-    engine: FakeEngine, **overrides: Any
+    engine: FakeEngine, *, env: Env | None = None, **overrides: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Event]]:
     """Serve within this context, or until the event is set; the server must then stop by itself."""
-    settings = make_settings({"host": "127.0.0.1", "port": 0, **overrides})
+    settings = make_settings({"host": "127.0.0.1", "port": 0, **overrides}, env=env)
     listening, stop = bind(settings.http), asyncio.Event()
     serving = asyncio.create_task(serve(settings, engine, [listening], stop=stop))
     uds = settings.http.uds
@@ -74,6 +75,19 @@ async def test_requests_cut_by_the_drain_get_the_reason(stream: bool) -> None:
     assert "shutting down" in response.text and len(engine.aborted) == 1
     assert response.status_code == (200 if stream else 500)
     assert not stream or response.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("seconds", ["0.05", "600"])
+async def test_idle_connections_are_closed_after_the_time_of_the_environment(seconds: str) -> None:
+    env = Env.read({"HOME": "/", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": seconds})
+    async with served(FakeEngine(), env=env) as (client, _):
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        closing = asyncio.ensure_future(reader.read())
+        await asyncio.wait((closing,), timeout=TIMEOUT_S if seconds == "0.05" else 0.5)
+        assert closing.done() == (seconds == "0.05")
+        writer.close()
 
 
 async def test_open_page_does_not_delay_shutdown() -> None:

@@ -1,5 +1,6 @@
 """Tests of scratch directories: those of dead processes are removed, others stay."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -49,6 +50,15 @@ def test_next_process_removes_only_directories_of_killed_ones(tmp_path: Path) ->
     finally:
         alive.kill()
         alive.wait()
+
+
+def test_directory_is_locked_against_programs_that_delete_old_files(tmp_path: Path) -> None:
+    """systemd-tmpfiles skips a folder whose lock it does not get."""
+    with Scratch(tmp_path) as scratch:
+        folder = os.open(scratch.path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.close(folder)
 
 
 def test_similar_directories_stay(tmp_path: Path) -> None:

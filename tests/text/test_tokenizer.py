@@ -216,9 +216,13 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path, byte_level: Backend
     with pytest.raises(ConfigError, match="tokenizer.json"):
         load_tokenizer(tmp_path, "hf")
     byte_level.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="tokenizer_config.json"):
-        load_tokenizer(tmp_path, "hf")
+    for config in (
+        *("[]", "[" * 200_000, '{"chat_template": [{"name": 5}]}'),
+        *('{"added_tokens_decoder": {"x": {"content": "a"}}}', '{"added_tokens_decoder": 5}'),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        with pytest.raises(ConfigError, match="tokenizer_config.json"):
+            load_tokenizer(tmp_path, "hf")
     with pytest.raises(ConfigError, match="known: gguf, hf"):
         load_tokenizer(tmp_path, "onnx")
 

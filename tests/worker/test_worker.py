@@ -1,5 +1,6 @@
 """Tests of the worker: its construction, and single steps against transformers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from oracle import make_tiny, run_hf
 from quire.configure import configure
 from quire.data.params import SamplingParams
 from quire.data.step_plan import Admission, StepPlan
+from quire.errors import ConfigError
 from quire.worker.worker import Worker
 
 BLOCK_SIZE = 4
@@ -128,3 +130,26 @@ def test_row_starts_from_the_states_of_another_after_its_step(tmp_path: Path) ->
     (logprobs,) = result.logprobs[2]
     expected = torch.log_softmax(run_hf(hf, prompt)[-1], -1).max()
     assert abs(logprobs.logprobs[0] - float(expected)) < 1e-4
+
+
+def test_weights_larger_than_the_memory_are_refused_before_they_are_loaded(tiny: tuple[Path, Any]) -> None:
+    """Catches a start that the kernel ends for lack of memory, without a message."""
+    settings = {"model": str(tiny[0]), "dtype": "float32", "load_format": "dummy"}
+    config = configure(settings | {"hf_overrides": {"intermediate_size": 10**9}})
+    with pytest.raises(ConfigError, match="weights take about .* GiB, and the cpu has .*quire plan"):
+        Worker(config).load()
+    little = replace(config.machine, total_bytes=1)
+    Worker(replace(configure(settings | {"quantization": "int8"}), machine=little)).load()
+
+
+def test_out_of_memory_while_loading_names_remedies(
+    tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(configure({"model": str(tiny[0]), "dtype": "float32"}))
+
+    def fail(on_progress: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 1 GiB")
+
+    monkeypatch.setattr(worker.loaded, "load", fail)
+    with pytest.raises(ConfigError, match="out of memory: the weights take about .*--quantization int8"):
+        worker.load()

@@ -356,9 +356,12 @@ class _Hub:
     def _describe(self, error: Exception) -> str:
         from huggingface_hub import constants, errors
 
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        why, remedy = "the hub cannot be reached", "check the network, HTTPS_PROXY and HF_ENDPOINT"
+        if constants.HF_HUB_OFFLINE:
+            why, remedy = "HF_HUB_OFFLINE is set", "unset it"
         unreachable = (
-            f"is neither an existing path nor a reachable hub id: {why} and it is not in the local cache"
+            f"is neither an existing path nor a reachable hub id: {why} and it is not in the local cache; "
+            f"{remedy}, or give the directory of a copy"
         )
         # The first match is used: later kinds are base classes of earlier ones.
         sentences = (

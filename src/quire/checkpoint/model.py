@@ -241,7 +241,7 @@ def _unsupported_message(keys: ConfigReader, name: str, model_impl: str) -> str:
         )
     count = len(FAMILIES.keys() | MEDIA_FAMILIES.keys())
     known = f"docs/models.md lists the {count} that are{more}"
-    return f"the architecture {name!r} is not supported; {known}{_nearest_architecture(keys, name)}"
+    return f"the architecture {name!r:.100} is not supported; {known}{_nearest_architecture(keys, name)}"
 
 
 def _nearest_architecture(keys: ConfigReader, name: str) -> str:

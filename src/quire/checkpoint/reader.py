@@ -14,7 +14,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a JSON {type(content).__name__}, expected an object")
@@ -59,13 +59,13 @@ class ConfigReader:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer; raise if the key is missing and there is no default."""
+        """Return a positive integer below 2**31; raise if the key is missing and there is no default."""
         value = self._present(key) if default is None else self.values.get(key)
         if value is None:
             assert default is not None
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self.wrong(key, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+            raise self.wrong(key, "a positive integer below 2**31")
         return value
 
     def count(self, key: str, default: int = 0) -> int:

@@ -101,7 +101,7 @@ def _list_modules(file: Path) -> list[tuple[str, str]]:
     try:
         modules = json.loads(file.read_text(encoding="utf-8"))
         return [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{file} is not a list of modules: {error!r}") from error
 
 

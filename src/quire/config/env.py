@@ -21,7 +21,7 @@ NO_EFFECT = frozenset(
     CONFIGURE_LOGGING CONFIG_ROOT
     CPU_OMP_THREADS_BIND DEBUG_LOG_API_SERVER_RESPONSE DISABLE_COMPILE_CACHE
     DISABLE_REQUEST_ID_RANDOMIZATION DO_NOT_TRACK DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE
-    ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE
+    ENABLE_V1_MULTIPROCESSING
     KEEP_ALIVE_ON_ENGINE_DEATH LOGGING_COLOR LOGGING_CONFIG_PATH LOGGING_PREFIX MAX_COMPLETION_PROMPTS
     MAX_NUM_BAD_WORDS MAX_STOP_STRINGS MEDIA_CACHE MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
     NO_USAGE_STATS RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION USE_DEEP_GEMM
@@ -84,12 +84,14 @@ class MediaEnv:
 
 @dataclass(frozen=True, slots=True)
 class TimeoutEnv:
-    """Time limits after which an engine counts as failed."""
+    """Time limits after which an engine counts as failed, or a connection as unused."""
 
     engine_ready_timeout_s: float = 600.0
     """Seconds until all workers of an engine must be ready."""
     execute_model_timeout_seconds: float = 300.0
     """Seconds for one step; an engine that takes longer counts as hung and is restarted."""
+    http_timeout_keep_alive: float = 5.0
+    """Seconds after which the server closes a connection without requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,11 @@ class Supervisor:
         """Detect child processes that have ended, and restart those whose backoff has passed."""
         for child in children:
             child.listen()  # read startup errors before the exits they cause
+        if any(not child.is_alive for child in children) and not self.folder.exists():
+            raise ConfigError(
+                f"{self.folder} was deleted, so that no process of the server can be restarted: start the "
+                "server again, and exclude this folder from clean-ups (TMPDIR selects another place)"
+            )
         for child in children:
             if child.look() and child not in self.apis:
                 (rank,) = (rank for rank, core in self.cores.items() if core is child)

@@ -94,7 +94,7 @@ class LoRAFiles:
     def config(self) -> dict[str, Any]:
         try:
             config = json.loads(self._config_bytes.decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{CONFIG} is not valid JSON: {error}") from error
         if not isinstance(config, dict):
             raise ConfigError(f"{CONFIG} holds a JSON {type(config).__name__}, expected an object")

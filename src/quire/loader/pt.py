@@ -69,7 +69,8 @@ def _plain_tensors(name: str, load: Callable[[], Any]) -> dict[str, Tensor]:
         state = load()
     except (UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{name} cannot be read as plain weights: {first_line}") from error
+        reason = first_line.partition(". In PyTorch")[0]  # torch goes on to advise loading it with its code
+        raise ConfigError(f"{name} cannot be read as plain weights: {reason}") from error
     if not isinstance(state, dict):
         raise ConfigError(f"{name} holds a {type(state).__name__}, expected tensors by name")
     tensors = {key: tensor for key, tensor in _flatten(state) if isinstance(tensor, Tensor)}

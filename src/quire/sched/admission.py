@@ -16,7 +16,7 @@ from quire.sched.fault_isolation import FaultIsolation
 from quire.sched.forced import ForcedDrafts
 from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, Hit, KVManager
-from quire.sched.limits import Claim, StepLimits
+from quire.sched.limits import LONGEST_S, Claim, StepLimits
 from quire.sched.lora import LoRAScheduler
 from quire.sched.prefill_limit import prefill_limit
 from quire.sched.queues import open_queue
@@ -77,29 +77,33 @@ class Admitter:
         """Update the estimated costs of drafts and prompt tokens with the duration of a step."""
         if self.drafting is not None:
             self.drafting.record_time(flight)
-        if self.shares is not None or self.targets is not None:
+        learns = self.shares is not None or self.targets is not None
+        if learns or flight.seconds > LONGEST_S or self.limits.timed_tokens is not None:
             plan = flight.plan
             chunks = plan.num_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_tokens
-            self.cost.learn(chunks, flight.starts, flight.seconds)
+            self.limits.record_time(int(chunks[chunks > 1].sum()), flight.seconds)
+            if learns:
+                self.cost.learn(chunks, flight.starts, flight.seconds)
             if self.targets is not None:
                 self.targets.record_step(chunks, flight.seconds)
                 self.targets.warn_of_steps(self.running)
 
     def _limit_prompts(self, pending: Ints) -> None:
         """Limit the prompt tokens of the next step, since they delay the decodes in it: if several tenants
-        have requests, and if decodes have a target for inter-token latency."""
+        have requests, if decodes have a target for inter-token latency, and if a step took very long."""
         limits, running = self.limits, self.running
         limits.paced_tokens = None
-        if self.shares is None and self.targets is None:
-            return
-        if not self.chunked_prefill or self.fault_isolation or not len(running):
+        if not self.chunked_prefill or self.fault_isolation:
             return
         num_decodes, most = int((pending <= 1).sum()), []
+        if limits.timed_tokens is not None:
+            most.append(limits.timed_tokens)
         if self.shares is not None and num_decodes:
             tenants, request = running.tenant[running.order], self.waiting.next()
             if (tenants != tenants[0]).any() or (request is not None and request.tenant != tenants[0]):
                 most.append(prefill_limit(self.cost, Decodes.of(running, pending)))
-        if self.targets is not None and (limit := self.targets.prompt_limit(running, pending)) is not None:
+        targets = self.targets if len(running) else None
+        if targets is not None and (limit := targets.prompt_limit(running, pending)) is not None:
             most.append(limit)
         if most:
             limits.paced_tokens = num_decodes + min(most)

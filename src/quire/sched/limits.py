@@ -18,6 +18,12 @@ SMALLEST_SHARE = 16
 """Divisor of the smallest token limit: a request that fails alone is retried with fewer tokens per step, down
 to the configured limit divided by this number."""
 
+LONGEST_S = 5.0
+"""Seconds that a step with prompt tokens should take at most. Between steps, aborted requests are dropped and
+new ones are admitted, and /health sees progress."""
+LEAST_TIMED = 64
+"""Prompt tokens that a step may have, however long it takes."""
+
 
 class Claim(NamedTuple):
     """Tokens of a step reserved for a waiting request, and the level of its tenant (computed tokens divided
@@ -39,6 +45,9 @@ class StepLimits:
         self.paced_tokens: int | None = None
         """Maximum number of tokens of the next step by which its prompts do not delay decodes of other
         tenants, or decodes with a latency target, too much; None: no such limit."""
+        self.timed_tokens: int | None = None
+        """Maximum number of prompt tokens of the next step by which it takes at most LONGEST_S; None: no such
+        limit."""
         self.least_chunk = 1
         """Largest number of tokens of a request that must be computed in one step; the token limit of a step
         is never lower."""
@@ -84,6 +93,16 @@ class StepLimits:
                 spent_before[(is_prompt & (levels > claim.level))[order]] += claim.num_tokens
             chunks[order] = np.clip(budget - spent_before, 0, requested)
         return chunks
+
+    def record_time(self, num_prompt_tokens: int, seconds: float) -> None:
+        """Record the duration of a step. If it was too long, later steps have fewer prompt tokens; the number
+        doubles with each step that takes less than half of the longest time."""
+        if seconds > LONGEST_S and num_prompt_tokens > LEAST_TIMED:
+            self.timed_tokens = max(LEAST_TIMED, int(num_prompt_tokens * LONGEST_S / seconds))
+        elif self.timed_tokens is not None and 2 * seconds < LONGEST_S:
+            is_full = 2 * num_prompt_tokens >= self.timed_tokens
+            most = 2 * self.timed_tokens if is_full else self.timed_tokens
+            self.timed_tokens = most if most < self._settings[1] else None
 
     def record_success(self, num_rows: int, num_tokens: int) -> None:
         """Record that a step with this many rows and tokens succeeded. After some such steps, lowered limits

@@ -34,7 +34,6 @@ from quire.server.settings import ServerSettings, paths
 
 logger = get_logger(__name__)
 
-_KEEP_ALIVE_S = 5
 _GRACE_S = 5.0
 """Seconds in which the requests that a shutdown has aborted send their last chunk."""
 
@@ -197,7 +196,7 @@ def _config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         log_config=None,
         log_level=log.uvicorn_log_level,
         access_log=not log.disable_uvicorn_access_log,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=int(http.shutdown_timeout + _GRACE_S) + 1,
         server_header=False,
         ssl_keyfile=http.ssl_keyfile,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.args import check_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
-from quire.config.env import Env, MediaEnv, StoreLimits
+from quire.config.env import Env, MediaEnv, StoreLimits, TimeoutEnv
 from quire.config.sections import Option, options_of
 from quire.config.server_sections import (
     SERVER_SECTIONS,
@@ -56,6 +56,8 @@ class ServerSettings:
     """Maximum sequences of one request (prompts times n); a request with more is refused."""
     max_audio_bytes: int = 25 << 20
     """Maximum bytes of an audio file to transcribe or translate; a larger file is refused."""
+    keep_alive_s: float = 5.0
+    """Seconds after which a connection without requests is closed."""
     dev_mode: bool = False
     """Whether the developer routes exist: sleep, pause, collective_rpc."""
     responses: StoreLimits | None = None
@@ -124,13 +126,13 @@ def make_settings(options: Mapping[str, Any], *, env: Env | None = None) -> Serv
     for name, value in _from_env(env).items():
         values.setdefault(name, value)
     keys = read_keys(values.get("api_key", ()))
-    values.setdefault("allowed_origins", ["*"] if keys else [])
     settings = ServerSettings(
         keys=keys,
         modules=read_modules(values.get("lora_modules", ())),
         changes_adapters=env is not None and env.adapters.allow_runtime_lora_updating,
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
         max_audio_bytes=int((MediaEnv() if env is None else env.media).max_audio_clip_filesize_mb * 2**20),
+        keep_alive_s=(TimeoutEnv() if env is None else env.timeouts).http_timeout_keep_alive,
         dev_mode=env is not None and env.server_dev_mode,
         responses=env.responses_store if env is not None and env.enable_responses_api_store else None,
         **{

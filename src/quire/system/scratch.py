@@ -27,6 +27,9 @@ class Scratch:
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unnamed.rename(self.path / LOCK)
+        # systemd-tmpfiles, which deletes old files in /tmp, skips folders that are locked.
+        self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._folder, fcntl.LOCK_EX)
 
     def __enter__(self) -> Self:
         return self
@@ -38,6 +41,7 @@ class Scratch:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
+            os.close(self._folder)
             self._lock = -1
 
 

@@ -458,14 +458,17 @@ def _from_choice(choice: list[str], params: StructuredOutputsParams) -> str:
 def _from_grammar(text: str, params: StructuredOutputsParams) -> str:
     """Return the grammar of a Lark text, or of EBNF with `::=`, which is translated to Lark."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     if len(text) > MAX_CHARS:
         raise ValueError(f"it may have at most {MAX_CHARS} characters, not {len(text)}")
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(text))
-    except GbnfToLarkError as error:
+        lark = any_to_lark(text)
+    except RecursionError:
+        raise
+    except Exception as error:  # the library raises nothing narrower for a rule that is missing
         raise ValueError(str(error)) from error
+    return LLMatcher.grammar_from_lark(lark)
 
 
 def _from_tags(text: str, params: StructuredOutputsParams) -> str:

@@ -285,12 +285,16 @@ def _from_directory(path: Path, trust_remote_code: bool) -> Tokenizer:
     else:
         backend, converted = _convert_with_transformers(path, trust_remote_code)
         special = converted | special
-    _add_configured_tokens(backend, config, special)
+    try:
+        _add_configured_tokens(backend, config, special)
+        chat_template = _chat_template(path, config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"cannot use {path}/tokenizer_config.json: {error!r}") from error
     _add_lowercase(backend, path)
     return Tokenizer(
         backend,
         special_tokens=special,
-        chat_template=_chat_template(path, config),
+        chat_template=chat_template,
         has_token_types="token_type_ids" in config.get("model_input_names", ["token_type_ids"]),
     )
 
@@ -374,7 +378,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read_text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must contain a JSON object, not {type(value).__name__}")

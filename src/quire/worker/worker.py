@@ -18,12 +18,21 @@ from quire.data.control import MEMORY
 from quire.data.kv_tiers import BlockLoad, BlockRead, BlockStores, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, Pending, StepPlan
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
 from quire.loader.update import fixed_reason
 from quire.logs import get_logger
-from quire.memory import CacheSize, embeds_bytes, human, processor_bytes, size_cache
+from quire.memory import (
+    CacheSize,
+    check_weights_fit,
+    embeds_bytes,
+    human,
+    model_memory,
+    processor_bytes,
+    size_cache,
+    weights_too_large,
+)
 from quire.parallel.world import World
 from quire.sampling.rows import SamplingRows
 from quire.worker.cuda.ipc import CudaIpc
@@ -112,7 +121,12 @@ class Worker:
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
         """Load the model without a cache; `on_progress` is called with the loaded fraction of the weights."""
         started, loaded = time.monotonic(), self.loaded
-        loaded.load(on_progress)
+        check_weights_fit(self.config)
+        try:
+            loaded.load(on_progress)
+        except torch.OutOfMemoryError as error:
+            message = weights_too_large(self.config, model_memory(self.config).weights)
+            raise ConfigError(f"out of memory: {message}") from error
         if loaded.slots is not None:
             self._open_adapters(loaded.slots)
         if loaded.ep is not None and loaded.ep.is_counted:

@@ -49,6 +49,7 @@ def test_session_header_names_the_session(path: str) -> None:
         ({"prompt_cache_retention": "in_memory"}, CacheHints(600)),
         ({"prompt_cache_retention": "in-memory"}, CacheHints(600)),
         ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, CacheHints(3600)),
+        ({"cache_control": {"type": "ephemeral", "ttl": None}}, CacheHints(300)),
     ],
 )
 def test_fields_of_openai(path: str, fields: dict[str, Any], expected: CacheHints) -> None:
@@ -74,7 +75,7 @@ def test_cache_control_of_chat_parts() -> None:
 
 
 _TEXT = {"type": "text", "text": "a"}
-_SHORT, _LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+_SHORT, _LONG = {"type": "ephemeral", "ttl": None}, {"type": "ephemeral", "ttl": "1h"}
 _TOOL = {"name": "f", "input_schema": {"type": "object"}}
 _RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [_TEXT | {"cache_control": _LONG}]}
 

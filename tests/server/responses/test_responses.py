@@ -89,6 +89,7 @@ def test_complete_response_matches_the_openai_client() -> None:
     assert response.output_text == ANSWER[:5] and response.id.startswith("resp_")
     assert (response.status, reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
+    assert respond(max_tokens=5).json()["max_output_tokens"] == 5, "the name in chat completions"
     prompt = len("system:Be brief.\nuser:hi\nassistant:")
     assert response.usage is not None and response.usage.total_tokens == prompt + 5
     assert response.usage.input_tokens_details.cached_tokens == 3

@@ -159,7 +159,7 @@ def _cache_hints(body: Any, headers: Mapping[str, str]) -> CacheHints | None:
     controls = [] if body.cache_control is None else [body.cache_control]
     if isinstance(body, ConversationBody):
         controls += _controls_of_parts(body)
-    periods = [body.prompt_cache_retention, *(control.ttl for control in controls)]
+    periods = [body.prompt_cache_retention, *(control.ttl or "5m" for control in controls)]
     seconds = [RETENTION_S[period] for period in periods if period is not None]
     name = session or key or ""
     if not name and not seconds:

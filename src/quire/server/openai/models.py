@@ -15,9 +15,9 @@ from quire.server.openai.service import GenerationService
 
 
 class AnyText(PathConvertor):
-    """Path parameter of any text; Starlette's `path` stops at a line end."""
+    """Path parameter of any text but the empty one; Starlette's `path` stops at a line end."""
 
-    regex = "(?s:.*)"
+    regex = "(?s:.+)"
 
 
 register_url_convertor("any", AnyText())

@@ -74,7 +74,7 @@ class CacheControl(Body):
     in Anthropic's API."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
+    ttl: Literal["5m", "1h"] | None = "5m"
 
 
 class CallBody(Body):

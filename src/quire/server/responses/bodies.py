@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, JsonValue, WithJsonSchema
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, JsonValue, WithJsonSchema
 
 from quire.server.openai.replies import TimelineReply, TokenLogprob
 from quire.server.openai.requests import Body, GenerateBody, Many, Unsupported, doc
@@ -67,7 +67,8 @@ class ResponseBody(GenerateBody):
     store: bool | None = doc("Store the response. Has no effect if the server has no store.", True)
     background: bool | None = doc("Return at once and generate in the background. Needs the store.", False)
     max_output_tokens: int | None = doc(
-        "Includes reasoning tokens. Default: as many as fit the model's context.",
+        "Includes reasoning tokens. Default: as many as fit the model's context. Also as `max_tokens`.",
+        validation_alias=AliasChoices("max_output_tokens", "max_tokens"),
         json_schema_extra={"minimum": 1},
     )
     max_tool_calls: int | None = doc("Has no effect: there are no built-in tools.")
