@@ -18,6 +18,7 @@ from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.transformers_config import IMPL_OWN_CACHE, OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
+from quire.kernels.cpu.tape import Tape
 from quire.kernels.ops import choose
 from quire.logs import warn_once
 from quire.models.transformers_modules import use_fast_modules
@@ -259,14 +260,31 @@ def test_chunks_of_any_size(chunk: int, helium: tuple[Path, Any]) -> None:
     check_against(hf_model, generate(llm, prompts_of(23, 9, 37), count=3))
 
 
+@pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi", "smollm3", "helium"])
+def test_decode_steps_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that no operation of these models keeps a step from being recorded, and that replays compute the
+    same as eager steps."""
+    path, _ = make(kind, tmp_path, **DECODERS[kind])
+    replays, replay = [], Tape.replay
+    monkeypatch.setattr(Tape, "replay", lambda tape: (replays.append(1), replay(tape)))
+    prompts = prompts_of(23, 9, 37)
+    settings = {"model_impl": "transformers", "max_num_seqs": 3}
+    taped = generate(open_tiny(path, **settings), prompts, count=12)
+    assert len(replays) >= 8
+    del replays[:]
+    eager = generate(open_tiny(path, enforce_eager=True, **settings), prompts, count=12)
+    assert not replays
+    assert [one.outputs[0].token_ids for one in taped] == [one.outputs[0].token_ids for one in eager]
+
+
 def test_auto_falls_back_to_transformers_and_warns_once(
     helium: tuple[Path, Any], tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
-    llm = open_tiny(helium[0])
-    open_tiny(helium[0])
+    for _ in range(2):
+        open_tiny(helium[0])
     slow = [output for output in warnings() if "slower" in output]
     assert len(slow) == 1 and slow[0].startswith("HeliumForCausalLM runs through transformers")
-    assert llm.llm_engine.config.model.enforce_eager
     llama = open_tiny(make("llama", tmp_path, **DECODERS["llama"])[0])
     assert llama.llm_engine.config.checkpoint.facts.borrowed is None
 

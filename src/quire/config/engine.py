@@ -351,8 +351,9 @@ def _resolve_model(
         "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,
         "batch_invariant": resolve_batch_invariant(checkpoint.facts, machine, values, env, pools=pools),
     }
-    if checkpoint.facts.borrowed is not None:  # code of transformers may not be capturable as a CUDA graph
-        resolved["enforce_eager"] = True
+    borrowed = checkpoint.facts.borrowed
+    if borrowed is not None and (borrowed.own_cache or machine.device != "cpu"):
+        resolved["enforce_eager"] = True  # code of transformers may not be capturable as a CUDA graph
     return ModelSection(**{**_section_args("model", values), **resolved})
 
 

@@ -10,6 +10,7 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.transformers_config import IMPL_OWN_CACHE
 from quire.errors import ConfigError
+from quire.kernels.cpu.tape import torch_recorded
 from quire.layers.scope import Scope, Target
 from quire.logs import get_logger, warn_once
 from quire.models.transformers_attention import (
@@ -108,13 +109,14 @@ class TransformersModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden] after the final norm."""
-        out = self.body(
-            **self.inputs_of(batch),
-            position_ids=batch.positions[None],
-            use_cache=False,
-            quire_step=TransformersStep(batch),
-        )
-        return out[0][0]
+        with torch_recorded():
+            out = self.body(
+                **self.inputs_of(batch),
+                position_ids=batch.positions[None],
+                use_cache=False,
+                quire_step=TransformersStep(batch),
+            )
+            return out[0][0]
 
     def inputs_of(self, batch: Batch) -> dict[str, Tensor]:
         """Return the body's input by argument name: token ids [1, T], or embeddings [1, T, hidden] if a
@@ -128,7 +130,8 @@ class TransformersModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, vocab] of hidden states [N, hidden]."""
-        return self.tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        with torch_recorded():
+            return self.tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
 class _PassThrough(nn.Module):

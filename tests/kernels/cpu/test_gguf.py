@@ -101,6 +101,27 @@ def test_bits_do_not_depend_on_batch_or_threads(kind: str, interleaved: bool) ->
 
 
 @needs_interleaving
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("equal_heads", [2, 3, 4, 12])
+def test_shared_scales_change_no_bit(kind: str, equal_heads: int) -> None:
+    """Check the offsets of scales and codes: in the kernels of few and of many rows, and in row lookup."""
+    columns, head_bytes = 768, TYPES[kind].head_bytes
+    content = stored(kind, 45, columns, 3).view(45, columns // 32, -1).clone()
+    for start in range(0, columns // 32, equal_heads):
+        content[:, start : start + equal_heads, :head_bytes] = content[:, start : start + 1, :head_bytes]
+    plain, shared = (pack(content.flatten(1), kind, runs, interleaved=True) for runs in (1, equal_heads))
+    library = native.library()
+    shares = kind != "Q8_0" and library is not None and library.quire_shares_heads()
+    assert shared.head_shift == ({2: 1, 3: 0, 4: 2, 12: 2}[equal_heads] if shares else 0)
+    assert (shared.row_bytes < plain.row_bytes) == (shared.head_shift > 0)
+    for num_rows in (1, 2, 3, 4, 13, 40):
+        x = random(num_rows, columns, seed=num_rows)
+        assert torch.equal(LinearProduct([shared])(x), LinearProduct([plain])(x))
+    ids = torch.tensor([0, 44, 17])
+    assert torch.equal(GGUFRows(shared)(ids, torch.float32), GGUFRows(plain)(ids, torch.float32))
+
+
+@needs_interleaving
 @pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
 def test_small_batches_match_single_rows_bitwise(kind: str) -> None:
     """Check each kernel for few rows: order of summation, skipped rows, writes beyond the last row."""

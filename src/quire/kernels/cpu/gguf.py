@@ -58,6 +58,8 @@ TYPES = {
 
 _MOST_RESOLVED = 1 << 20
 """Maximum elements of a weight of type IQ2 or IQ3 that `pack` converts at a time."""
+_SHARING_KINDS = ("Q4_0", "Q4_1")
+"""ggml types of which blocks may share their scales and minima in memory: `shift_of` in matrix.h."""
 _PADDING = 64
 """Bytes allocated after the last row, because a wide load may read beyond it."""
 
@@ -79,7 +81,7 @@ class _WeightArena:
 
 
 _arena = _WeightArena()
-_pack = Kernel("quire_pack", "into stored", "type form rows columns interleaved stored_row_bytes")
+_pack = Kernel("quire_pack", "into stored", "type form rows columns interleaved stored_row_bytes head_shift")
 _rows = Kernel("quire_rows", "out ids matrix", "num_ids out_bf16")
 
 
@@ -97,9 +99,10 @@ def interleaves() -> bool:
     return group_rows() > 0
 
 
-def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
+def pack(stored: Tensor, kind: str, equal_heads: int = 1, *, interleaved: bool) -> Matrix:
     """Convert a weight [rows, bytes] of a GGUF file, of ggml type `kind`, to the format of the C kernels,
-    either with `interleaved` groups of rows or with one row after the other."""
+    either with `interleaved` groups of rows or with one row after the other. Each run of `equal_heads` blocks
+    has the same scales and minima, which are stored once where the kernels support it."""
     form = TYPES[kind]
     columns = stored.shape[1] // form.stored_bytes * form.stored_columns
     if kind == "NVFP4":
@@ -107,7 +110,8 @@ def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
     if kind in GRID_KINDS:
         step = max(1, _MOST_RESOLVED // columns)
         stored = torch.cat([resolve(part, kind) for part in stored.split(step)])
-    return _pack_blocks(stored, form, columns, interleaved)
+    head_shift = _head_shift(kind, equal_heads) if interleaved else 0
+    return _pack_blocks(stored, form, columns, interleaved, head_shift)
 
 
 def pack_nvfp4(numbers: Tensor, scales: Tensor, *, interleaved: bool) -> Matrix:
@@ -119,14 +123,25 @@ def pack_nvfp4(numbers: Tensor, scales: Tensor, *, interleaved: bool) -> Matrix:
     return _pack_blocks(blocks.flatten(1), TYPES["NVFP4"], numbers.shape[1], interleaved)
 
 
-def _pack_blocks(stored: Tensor, form: GGUFForm, columns: int, interleaved: bool) -> Matrix:
-    rows = len(stored)
-    row_bytes = columns // BLOCK * form.block_bytes
+def _head_shift(kind: str, equal_heads: int) -> int:
+    """Return the binary logarithm of the number of blocks that share their scales and minima in memory, given
+    runs of `equal_heads` blocks in which they are equal."""
+    library = native.library()
+    if library is None or kind not in _SHARING_KINDS or not library.quire_shares_heads():
+        return 0
+    return next(shift for shift in (2, 1, 0) if equal_heads % (1 << shift) == 0)
+
+
+def _pack_blocks(
+    stored: Tensor, form: GGUFForm, columns: int, interleaved: bool, head_shift: int = 0
+) -> Matrix:
+    rows, blocks = len(stored), columns // BLOCK
+    row_bytes = blocks * form.block_bytes - (blocks - (blocks >> head_shift)) * form.head_bytes
     kept_rows = -(-rows // group_rows()) * group_rows() if interleaved else rows
     packed = _arena.take(kept_rows * row_bytes + _PADDING)
     source = packed, stored.contiguous()
-    _pack(source, form.type, form.form, rows, columns, interleaved, stored.shape[1])
-    return Matrix(packed, form.form, rows, columns, interleaved, row_bytes)
+    _pack(source, form.type, form.form, rows, columns, interleaved, stored.shape[1], head_shift)
+    return Matrix(packed, form.form, rows, columns, interleaved, row_bytes, head_shift=head_shift)
 
 
 class GGUFRows:

@@ -45,6 +45,8 @@ class Matrix:
     """Scales of fp8 weights, [blocks of rows, blocks of columns] float32."""
     scale_block: tuple[int, int] = (1, 1)
     """Numbers of rows and columns of a block with one scale."""
+    head_shift: int = 0
+    """Binary logarithm of the number of successive blocks that share their scales and minima in memory."""
 
     @staticmethod
     def plain(weight: Tensor) -> "Matrix":
@@ -86,7 +88,7 @@ class Matrix:
         """Return the values of the fields of the C structure `Matrix` of matrix.h, in order."""
         sizes = self.form, self.rows, self.columns, self.interleaved, self.row_bytes
         scales = 0 if self.scales is None else self.scales.data_ptr()
-        return [self.data.data_ptr(), *map(int, sizes), scales, *self.scale_block]
+        return [self.data.data_ptr(), *map(int, sizes), scales, *self.scale_block, self.head_shift]
 
 
 class LinearProduct:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.cpu import native
+from quire.kernels.cpu.elementwise import run_recorded
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -93,7 +94,9 @@ class Tape:
 
     def __init__(self, pool: Pool) -> None:
         self.refused: str | None = None
-        """First torch operation of the computation, which a tape cannot replay; None if there was none."""
+        """First torch operation of the computation that the tape cannot replay; None if there was none."""
+        self.takes_torch = False
+        """Whether elementwise torch operations are recorded, too: see `torch_recorded`."""
         self._pool = pool
         self._kernels: list[int] = []
         self._jobs: list[ctypes.Structure] = []
@@ -147,6 +150,10 @@ class _RecordingMode(TorchDispatchMode):
         result = func(*args, **kwargs)
         computes = func._schema.name not in _ALLOCATES and not (func.is_view and _same_memory(args, result))
         if computes and self.tape.refused is None:
+            if self.tape.takes_torch:
+                recorded = run_recorded(func, args, kwargs, result, self.pool.take)
+                if recorded is not None:
+                    return recorded
             self.tape.refused = str(func)
         return result
 
@@ -161,6 +168,22 @@ def _same_memory(args: tuple[Any, ...], result: Any) -> bool:
 
 def _on_host(device: torch.device | None) -> bool:
     return device is None or torch.device(device).type == "cpu"
+
+
+@contextmanager
+def torch_recorded() -> Iterator[None]:
+    """Let the recording of this thread, if there is one, record also linear layers, embeddings and
+    elementwise torch operations within this context. The computation must keep no tensors for the next
+    one."""
+    tape = native.recording()
+    if not isinstance(tape, Tape):
+        yield
+        return
+    tape.takes_torch = True
+    try:
+        yield
+    finally:
+        tape.takes_torch = False
 
 
 @contextmanager

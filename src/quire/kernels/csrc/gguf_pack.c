@@ -10,7 +10,7 @@ enum {
 typedef struct {
     uint8_t *into;
     const uint8_t *from;
-    int64_t type, form, rows, columns, interleaved, from_row_bytes;
+    int64_t type, form, rows, columns, interleaved, from_row_bytes, head_shift;
 } PackJob;
 
 typedef struct {
@@ -35,6 +35,16 @@ int quire_group(void)
 {
 #if defined(DOT_NEON) || defined(DOT_X86)
     return GROUP;
+#else
+    return 0;
+#endif
+}
+
+/* Whether runs of blocks of the interleaved layout may share their scales and lows. */
+int quire_shares_heads(void)
+{
+#ifdef DOT_X86
+    return 1;
 #else
     return 0;
 #endif
@@ -200,20 +210,19 @@ INLINE void write_row_block(int form, const Block *block, uint8_t *row, long b, 
     memcpy(codes, block->codes, (size_t)code_bytes(form));
 }
 
-/* Write a block of row `r` of a group to `into`, the block of the whole group. */
-INLINE void write_interleaved(int form, const Block *block, uint8_t *into, int r)
+/* Write a block of row `r` of a group: the scales and lows to `heads` and the codes to `codes`, both of the whole group. */
+INLINE void write_interleaved(int form, const Block *block, uint8_t *heads, uint8_t *codes, int r)
 {
     for (int low = 0; low <= has_low(form); low++)
         for (int i = 0; i < heads_of(form); i++)
-            write_head(form, block, i, low, into, (low * heads_of(form) + i) * GROUP + r);
-    into += heads_of(form) * (has_low(form) + 1) * head_bytes(form) * GROUP + 4 * r;
+            write_head(form, block, i, low, heads, (low * heads_of(form) + i) * GROUP + r);
     for (int i = 0; i < code_bytes(form); i += 4)
-        memcpy(into + i * GROUP, block->codes + i, 4);
+        memcpy(codes + i * GROUP + 4 * r, block->codes + i, 4);
 }
 
 INLINE void pack_row(int type, int form, const PackJob *job, long row)
 {
-    long blocks = job->columns / BLOCK;
+    long blocks = job->columns / BLOCK, first = row / GROUP * blocks, shift = job->head_shift;
     Block block;
     for (long b = 0; b < blocks; b++) {
         if (row < job->rows)
@@ -221,7 +230,8 @@ INLINE void pack_row(int type, int form, const PackJob *job, long row)
         else
             memset(&block, 0, sizeof block);
         if (job->interleaved)
-            write_interleaved(form, &block, job->into + (row / GROUP * blocks + b) * GROUP * block_bytes(form), row % GROUP);
+            write_interleaved(form, &block, job->into + heads_at(form, shift, first + b), job->into + codes_at(form, shift, first + b),
+                              row % GROUP);
         else
             write_row_block(form, &block, job->into + row * blocks * block_bytes(form), b, blocks);
     }
@@ -270,9 +280,9 @@ INLINE void unpack_block(const Matrix *matrix, long row, long b, float *into)
     const uint8_t *data = matrix->data, *heads, *codes;
     long step, stride, codes_step; /* stride of the heads of a block; offset from scales to lows; stride of 4 codes */
     if (matrix->interleaved) {
-        heads = data + (row / GROUP * blocks + b) * GROUP * block_bytes(form);
-        codes = heads + each * (lows + 1) * head_bytes(form) * GROUP + 4 * (row % GROUP);
-        heads += row % GROUP * head_bytes(form);
+        b += row / GROUP * blocks;
+        codes = data + codes_at(form, shift_of(form, matrix), b) + 4 * (row % GROUP);
+        heads = data + heads_at(form, shift_of(form, matrix), b) + row % GROUP * head_bytes(form);
         step = GROUP;
         stride = GROUP * each;
         codes_step = 4 * GROUP;

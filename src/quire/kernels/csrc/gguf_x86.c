@@ -176,8 +176,8 @@ INLINE int offset_of(int form)
     }
 }
 
-/* Read the scales and lows of a block; return a pointer to its codes. */
-INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, reals *low)
+/* Read the scales and lows of a block. */
+INLINE void read_heads(int form, const uint8_t *weight, reals *scale, reals *low)
 {
     long each = heads_of(form), bytes = GROUP * head_bytes(form);
     for (int i = 0; i < each; i++) {
@@ -187,7 +187,6 @@ INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, 
         else
             low[i] = is_four(form) ? OP(mul_ps)(scale[i], OP(set1_ps)((float)-offset_of(form))) : OP(setzero_ps)();
     }
-    return weight + each * (has_low(form) + 1) * bytes;
 }
 
 /* Convert 4-bit codes in the low bits of int16, with other bits ignored, to the integer factors. */
@@ -205,9 +204,11 @@ INLINE ints codes_of(int form, ints at)
     return OP(shuffle_epi8)(of, (at & same(0x000f000f)) | same((int32_t)0x80008000));
 }
 
-INLINE void make_ready(int form, const uint8_t *weight, Ready *into)
+/* Unpack block `b` of a group. */
+INLINE void make_ready(int form, long shift, const uint8_t *group, long b, Ready *into)
 {
-    const uint8_t *codes = read_heads(form, weight, into->scale, into->low);
+    const uint8_t *codes = group + codes_at(form, shift, b);
+    read_heads(form, group + heads_at(form, shift, b), into->scale, into->low);
     for (int i = 0; i < code_bytes(form) / 4; i++) {
         ints at = *(const ints_any *)(codes + 4 * GROUP * i);
         if (is_four(form)) {
@@ -276,20 +277,23 @@ INLINE void fetch(int form, const uint8_t *weight)
 }
 
 /* Few rows of x times one group, directly from the packed weights. */
-INLINE void times_few(int form, int count, const uint8_t *weight, const uint8_t *x, long blocks, float out[][WIDTH])
+INLINE void times_few(int form, int count, long shift, const uint8_t *weight, const uint8_t *x, long blocks, float out[][WIDTH])
 {
     reals sums[FEW], scale[2], low[2];
     const int32_t *codes_of[FEW];
     UNROLL
     for (int r = 0; r < count; r++)
         sums[r] = OP(setzero_ps)();
-    for (long b = 0; b < blocks; b++, weight += GROUP * block_bytes(form), x += ROUNDED_BYTES) {
+    for (long b = 0; b < blocks; b++, weight += GROUP * code_bytes(form), x += ROUNDED_BYTES) {
         ints dots[FEW][2];
-        const uint8_t *codes = read_heads(form, weight, scale, low);
         fetch(form, weight + AHEAD);
+        if (!(b & ((1 << shift) - 1))) {
+            read_heads(form, weight, scale, low);
+            weight += GROUP * heads_bytes(form);
+        }
         for (int r = 0; r < count; r++)
             codes_of[r] = (const int32_t *)(x + r * blocks * ROUNDED_BYTES);
-        dot_halves(form, count, codes, codes_of, dots);
+        dot_halves(form, count, weight, codes_of, dots);
         UNROLL
         for (int r = 0; r < count; r++) {
             const float *head = (const float *)(codes_of[r] + PAIRS);
@@ -368,20 +372,20 @@ static void times_ready(int heads, long panels, const Ready (*ready)[2], const u
 }
 
 /* Many rows of x times a unit of the weight: its groups begin at `left` and `right`. */
-INLINE void times_many(int form, long panels, const uint8_t *left, const uint8_t *right, const uint8_t *x, long blocks,
+INLINE void times_many(int form, long shift, long panels, const uint8_t *left, const uint8_t *right, const uint8_t *x, long blocks,
                        float out[][WIDTH])
 {
     Ready ready[CHUNK][2];
-    long bytes = GROUP * block_bytes(form), apart = blocks * PANEL * ROUNDED_BYTES;
+    long apart = blocks * PANEL * ROUNDED_BYTES;
     long chunks = (blocks + CHUNK - 1) / CHUNK, each = (blocks + chunks - 1) / chunks;
     memset(out, 0, (size_t)(panels * PANEL) * sizeof *out);
     for (long start = 0; start < blocks; start += each) {
         long num = at_most(each, blocks - start), next = start + num < blocks ? start + num : UNIT_GROUPS * blocks;
         for (long b = 0; b < num; b++) {
-            make_ready(form, left + (start + b) * bytes, &ready[b][0]);
-            make_ready(form, right + (start + b) * bytes, &ready[b][1]);
-            fetch(form, left + (next + b) * bytes);
-            fetch(form, right + (next + b) * bytes);
+            make_ready(form, shift, left, start + b, &ready[b][0]);
+            make_ready(form, shift, right, start + b, &ready[b][1]);
+            fetch(form, left + codes_at(form, shift, next + b) - GROUP * heads_bytes(form));
+            fetch(form, right + codes_at(form, shift, next + b) - GROUP * heads_bytes(form));
         }
         times_ready(heads_of(form), panels, ready, x + start * PANEL * ROUNDED_BYTES, apart, num, out);
     }
@@ -391,20 +395,20 @@ INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const u
                      long unit, long unit_end)
 {
     float sums[DOT_ROWS][WIDTH];
-    long blocks = part->columns / BLOCK, count = row_end - row, bytes = blocks * GROUP * block_bytes(form);
+    long blocks = part->columns / BLOCK, count = row_end - row, shift = shift_of(form, part);
     x += row * blocks * ROUNDED_BYTES;
     for (; unit < unit_end; unit++) {
         long first = unit * WIDTH, width = at_most(WIDTH, part->rows - first);
-        const uint8_t *left = (const uint8_t *)part->data + unit * UNIT_GROUPS * bytes;
-        const uint8_t *right = width > GROUP ? left + bytes : left;
+        const uint8_t *left = (const uint8_t *)part->data + heads_at(form, shift, unit * UNIT_GROUPS * blocks);
+        const uint8_t *right = width > GROUP ? left + heads_at(form, shift, blocks) : left;
         if (job->num_rows >= PANEL)
-            times_many(form, (count + PANEL - 1) / PANEL, left, right, x, blocks, sums);
+            times_many(form, shift, (count + PANEL - 1) / PANEL, left, right, x, blocks, sums);
         else
             for (int g = 0; g < (width > GROUP ? 2 : 1); g++)
                 switch (count) {
-                case 1: times_few(form, 1, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP)); break;
-                case 2: times_few(form, 2, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP)); break;
-                default: times_few(form, 3, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP));
+                case 1: times_few(form, 1, shift, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP)); break;
+                case 2: times_few(form, 2, shift, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP)); break;
+                default: times_few(form, 3, shift, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP));
                 }
         for (long r = 0; r < count; r++) {
             long to = (row + r) * job->out_stride + at + first;

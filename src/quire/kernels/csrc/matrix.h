@@ -71,19 +71,43 @@ INLINE int heads_of(int form)
 }
 INLINE long head_bytes(int form) { return has_halves(form) ? 2 : form == E2M1 ? 1 : 4; }
 INLINE long code_bytes(int form) { return is_four(form) ? BLOCK / 2 : BLOCK; }
+/* Bytes of the scales and lows of a block of one row. */
+INLINE long heads_bytes(int form) { return heads_of(form) * (has_low(form) + 1) * head_bytes(form); }
 /* Bytes of a block of one row. */
-INLINE long block_bytes(int form) { return heads_of(form) * (has_low(form) + 1) * head_bytes(form) + code_bytes(form); }
+INLINE long block_bytes(int form) { return heads_bytes(form) + code_bytes(form); }
 
 /* A matrix [rows, columns]. In the row layout, a row of a packed format has the scales, the lows and the codes of all its
  * blocks. In the interleaved layout, a block of a group has the scales and lows (GROUP of each) and the codes, alternating 4
- * bytes of each row; the last group is zero-padded. 4-bit codes: byte i of a block holds column i in its low nibble and column
+ * bytes of each row; the last group is zero-padded. There, runs of 2^head_shift blocks may have the same scales and lows, which are
+ * stored once, before the codes of the run. 4-bit codes: byte i of a block holds column i in its low nibble and column
  * 16 + i in its high nibble. */
 typedef struct {
     const void *data;
     int64_t form, rows, columns, interleaved, row_bytes; /* row_bytes: stride of a row, if not interleaved */
     const float *scales;                /* of fp8: one per block of scale_rows and scale_columns; */
     int64_t scale_rows, scale_columns; /* scale_columns: a multiple of BLOCK, or all columns */
+    int64_t head_shift;
 } Matrix;
+
+/* head_shift of a matrix: only two formats on x86 have another than 0, so that it is a constant for all others. */
+INLINE long shift_of(int form, const Matrix *matrix)
+{
+#ifdef DOT_X86
+    return form == FOUR_H || form == FOUR_LOW_H ? matrix->head_shift : 0;
+#else
+    return 0;
+#endif
+}
+
+/* Offsets in bytes of the scales and lows, and of the codes, of block `b` in the interleaved layout. */
+INLINE long heads_at(int form, long shift, long b)
+{
+    return (b >> shift) * GROUP * (heads_bytes(form) + (code_bytes(form) << shift));
+}
+INLINE long codes_at(int form, long shift, long b)
+{
+    return heads_at(form, shift, b) + GROUP * (heads_bytes(form) + (b & ((1 << shift) - 1)) * code_bytes(form));
+}
 
 typedef struct {
     void *out, *scratch;

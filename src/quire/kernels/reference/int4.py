@@ -55,15 +55,17 @@ def split_zeros(weight: Int4Codes, *, on_gpu: bool) -> tuple[Int4Codes, Tensor |
     return Int4Codes(codes, scales, fitting.to(torch.int32), bits), (fitting - zeros) * scales
 
 
-def as_blocks(weight: Int4Codes) -> tuple[Tensor, str] | None:
-    """Convert the weight to GGUF blocks. Return the bytes [outputs, bytes] and the name of the ggml type, or
-    None if no type has fitting groups and enough precision."""
+def as_blocks(weight: Int4Codes) -> tuple[Tensor, str, int] | None:
+    """Convert the weight to GGUF blocks. Return the bytes [outputs, bytes], the name of the ggml type, and
+    the number of blocks in a group, which have equal scales. Return None if no type has fitting groups and
+    enough precision."""
     outputs, inputs = weight.codes.shape
     middle = 1 << weight.bits - 1
     is_even = bool((weight.zeros == middle).all())
     if inputs % BLOCK or weight.group % BLOCK or weight.bits == 8 and not is_even:
         return None
-    scales, zeros = (x.repeat_interleave(weight.group // BLOCK, 1) for x in (weight.scales, weight.zeros))
+    blocks_of_group = weight.group // BLOCK
+    scales, zeros = (x.repeat_interleave(blocks_of_group, 1) for x in (weight.scales, weight.zeros))
     half = scales.half()
     if not bool(((half.float() - scales).abs() <= scales.abs() * _MAX_SCALE_ERROR).all()):
         return None
@@ -74,7 +76,7 @@ def as_blocks(weight: Int4Codes) -> tuple[Tensor, str] | None:
     else:
         kind, codes = "Q4_0" if is_even else "Q4_1", codes[..., :16] | codes[..., 16:] << 4
     blocks = [head[..., None].contiguous().view(torch.uint8) for head in heads]
-    return torch.cat((*blocks, codes), 2).view(outputs, -1), kind
+    return torch.cat((*blocks, codes), 2).view(outputs, -1), kind, blocks_of_group
 
 
 class Gather:
