@@ -11,7 +11,6 @@ from typing import Any
 from quire.config.server_sections import HttpSection
 from quire.system.platform import detect
 from quire.system.process import imports_frozen, limit_thread_spinning
-from quire.system.torch_import import import_torch
 from quire.system.waiting_process import WaitingProcess
 
 _SINGLE = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "nnodes")
@@ -46,6 +45,5 @@ def _is_alone(values: Mapping[str, Any], http: HttpSection) -> bool:
 def _import_engine() -> None:
     limit_thread_spinning()
     with imports_frozen():
-        import_torch()
         import quire.core.process
         import quire.executor.inprocess  # noqa: F401  # imports torch

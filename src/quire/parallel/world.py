@@ -12,6 +12,7 @@ from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
 from quire.parallel.group import ALONE, Group, OrderedGroup, TorchGroup
 from quire.parallel.host_staged import StagedGroup, is_shared
+from quire.parallel.symmetric_memory import with_symmetric_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,10 @@ def join(
     places = [Rank(*place) for place in itertools.product(range(dp_size), range(pp_size), range(tp_size))]
     args = places, local, parallel, StagedGroup if staged else OrderedGroup if ordered else TorchGroup
     tp = _create_group(*args, lambda place: (place.dp, place.pp))
-    if by_nccl and not ordered and not parallel.disable_custom_all_reduce:
-        from quire.parallel.symmetric_memory import with_symmetric_memory  # here, since only GPUs have it
-
-        tp = with_symmetric_memory(tp, device)
+    plain = staged or ordered or parallel.disable_custom_all_reduce
     return World(
         rank,
-        tp=tp,
+        tp=tp if plain else with_symmetric_memory(tp, device),
         pp=_create_group(*args, lambda place: (place.dp, place.tp)),
         ep=_create_group(*args, lambda place: (place.pp,)) if parallel.enable_expert_parallel else ALONE,
     )
