@@ -67,9 +67,9 @@ class AccessSection:
     """Comma-separated paths that need no key."""
     allow_credentials: bool = False
     """CORS: allow browsers to send cookies and keys from other origins."""
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
-    """CORS: JSON list of allowed origins; `[]` allows only the server's own page. In developer mode without
-    an API key, `*` allows only paths below /v1/."""
+    allowed_origins: list[str] = field(default_factory=list)
+    """CORS: JSON list of allowed origins. Default: all (`["*"]`) if there is an API key, else only the
+    server's own page."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
     """CORS: JSON list of allowed methods."""
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])

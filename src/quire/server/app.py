@@ -107,11 +107,8 @@ def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Le
         max_form_bytes=settings.max_audio_bytes + MAX_FIELDS_BYTES,
         weight_version=lambda: version_header(engine.operation),
     )
-    cors = CorsMiddleware(
-        MessageErrorMiddleware(middleware),
-        access,
-        has_open_operation=settings.dev_mode and not settings.keys,
+    wrapped = wrap_in_middleware(
+        CorsMiddleware(MessageErrorMiddleware(middleware), access), access.middleware
     )
-    wrapped = wrap_in_middleware(cors, access.middleware)
     counted = MetricsMiddleware(wrapped, engine.observe_exchange)
     return RootPath(counted, settings.http.root_path) if settings.http.root_path else counted

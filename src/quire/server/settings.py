@@ -126,6 +126,7 @@ def make_settings(options: Mapping[str, Any], *, env: Env | None = None) -> Serv
     for name, value in _from_env(env).items():
         values.setdefault(name, value)
     keys = read_keys(values.get("api_key", ()))
+    values.setdefault("allowed_origins", ["*"] if keys else [])
     settings = ServerSettings(
         keys=keys,
         modules=read_modules(values.get("lora_modules", ())),

@@ -15,12 +15,8 @@ class CorsMiddleware:
     """CORS middleware for requests with an Origin header. Other requests skip it: those of clients that are
     not browsers, and most of the server's own page."""
 
-    def __init__(self, app: ASGIApp, access: AccessSection, *, has_open_operation: bool = False) -> None:
-        """Build the middleware. With `has_open_operation`, the server has the routes of developer mode, and
-        no key: origins that are not named, but allowed by `*`, may then only use the paths below /v1/."""
+    def __init__(self, app: ASGIApp, access: AccessSection) -> None:
         self._app = app
-        self._named = access.allowed_origins
-        self._has_open_operation = has_open_operation
         self._cors = CORSMiddleware(
             app,
             allow_origins=access.allowed_origins,
@@ -43,11 +39,10 @@ class CorsMiddleware:
         """Whether to refuse a request of a page with another origin. Browsers hide the responses from such
         pages, but still send simple requests. Requests with methods that may change something are refused.
         Only `Sec-Fetch-Site` is reliable: behind a proxy, the server's own origin is unknown."""
-        if scope["type"] != "http" or scope["method"] in _SAFE_METHODS or self._is_allowed(scope, origin):
+        if (
+            scope["type"] != "http"
+            or scope["method"] in _SAFE_METHODS
+            or self._cors.is_allowed_origin(origin)
+        ):
             return False
         return any(name == b"sec-fetch-site" and value in _OTHER_SITES for name, value in scope["headers"])
-
-    def _is_allowed(self, scope: Scope, origin: str) -> bool:
-        if self._has_open_operation and not scope["path"].startswith("/v1/"):
-            return origin in self._named
-        return self._cors.is_allowed_origin(origin)

@@ -29,12 +29,12 @@ def exposures(settings: ServerSettings) -> list[Exposure]:
                 "give --api-key (or QUIRE_API_KEY), or listen on this machine only with --host 127.0.0.1",
             )
         )
-    elif "*" in settings.access.allowed_origins and not settings.http.uds:
+    if "*" in settings.access.allowed_origins:
         warnings.append(
             Exposure(
-                "every web page that is opened on this machine can use the server: there is no API key, and "
-                "--allowed-origins is *",
-                "give --api-key (or QUIRE_API_KEY), or --allowed-origins '[]'",
+                "--allowed-origins is * without an API key: every web page that is opened on a machine with "
+                "access to the server can use it",
+                "give --api-key (or QUIRE_API_KEY), or name the origins, or leave --allowed-origins out",
             )
         )
     return warnings
