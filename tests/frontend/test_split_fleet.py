@@ -128,10 +128,10 @@ def test_a_stream_continues_on_another_replica_without_the_first_fleet() -> None
     async def check() -> None:
         async with Split() as split:
             split.decode.running["b"] = 0
-            task = asyncio.create_task(split.client.ask("r", prompt(0)))
+            task = asyncio.create_task(split.client.ask("r", prompt(0), 800))
             await until(lambda: split.decode.num_steps > 4)
             split.decode.dead[split.decode.placed[0]] = ReplicaLost("killed")
-            assert tokens_of(await task) == expected(prompt(0))
+            assert tokens_of(await task) == expected(prompt(0), 800)
             assert len(split.decode.placed) == 2 and len(split.prefill.requests) == 1
 
     run(check())
