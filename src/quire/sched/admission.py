@@ -93,6 +93,8 @@ class Admitter:
         have requests, if decodes have a target for inter-token latency, and if a step took very long."""
         limits, running = self.limits, self.running
         limits.paced_tokens = None
+        if self.shares is None and self.targets is None and limits.timed_tokens is None:
+            return
         if not self.chunked_prefill or self.fault_isolation:
             return
         num_decodes, most = int((pending <= 1).sum()), []
