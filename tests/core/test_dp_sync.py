@@ -125,7 +125,10 @@ def test_engine_that_fails_to_start_ends_the_others(
     monkeypatch.setattr(build, "open_publisher", lambda config: None)
     monkeypatch.setattr(build, "num_compilers", lambda config: 0)
     monkeypatch.setattr(build, "EXECUTORS", {"uni": fail})
-    config: Any = SimpleNamespace(parallel=SimpleNamespace(distributed_executor_backend="uni"))
+    config: Any = SimpleNamespace(
+        parallel=SimpleNamespace(distributed_executor_backend="uni"),
+        model=SimpleNamespace(structured_outputs_config={}),
+    )
     with pytest.raises(type(error)):
         build.build_core(config)
     hub.join(PATIENCE_S)

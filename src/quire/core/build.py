@@ -44,13 +44,14 @@ def build_core(
     together."""
     limit_thread_spinning()
     config = with_largest(config)
-    grammars = grammars or open_grammars(config)
-    if grammars is not None and config.model.structured_outputs_config:
-        grammars.prepare()  # beside the loading of weights
     lockstep = open_lockstep(config.parallel, token)
     publisher, backend = None, config.parallel.distributed_executor_backend
     try:
         publisher = open_publisher(config)
+        if config.model.structured_outputs_config:
+            grammars = grammars or open_grammars(config)
+            if grammars is not None:
+                grammars.prepare()  # beside the loading of weights
         # Before torch is imported, which takes as long here as in the processes that compile kernels.
         with compile_processes(num_compilers(config) if backend == "uni" else 0):
             executor: Executor = EXECUTORS[backend](config)
@@ -86,7 +87,7 @@ def build_core(
             if publisher is not None:
                 publisher.close()
             raise
-    scheduler = build_scheduler(config, cache, grammars, adapters, kv)
+    scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters, kv)
     return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache
 
 

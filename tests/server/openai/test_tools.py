@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 
 from quire.errors import ConfigError
 from quire.server.settings import make_settings
+from quire.text.parsers import REASONING
 from quire.text.parsers import TOOLS as TOOL_PARSERS
 from quire.text.tokenizer import Tokenizer
 
@@ -178,7 +179,10 @@ def test_tool_call_is_not_counted_as_reasoning(reasoning: str, tools: str, thoug
 
 
 @pytest.mark.parametrize("parser", ["", "qwen3"])
-def test_reasoning_config_names_the_marks_and_the_last_words(parser: str) -> None:
+def test_reasoning_config_names_the_marks_and_the_last_words(
+    parser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(REASONING, "entries", {**REASONING.entries})
     config = {"reasoning_start_str": "<think>", "reasoning_end_str": " Enough.</think>"}
     if not parser:
         config = {"reasoning_start_str": "<plan>", "reasoning_end_str": "</plan>"}
