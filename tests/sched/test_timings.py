@@ -3,7 +3,7 @@
 import pytest
 from symbolic import Engine
 
-from quire.data.step_plan import StepOutput, split_by_owner
+from quire.data.step_plan import StepOutput, StepPlan, StepResult, split_by_owner
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -33,6 +33,25 @@ def test_overlapping_steps_are_not_counted_twice() -> None:
     total = sum(step.shares.get("a", 0.0) for step in engine.steps)
     began = min(run.scheduled_at for step in engine.steps for run in step.admitted.values())
     assert 0 < total <= engine.steps[-1].at - began + 1e-6
+
+
+def test_duration_that_the_device_measured_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a request that has ended meanwhile, too, whose tokens are removed from the result."""
+    engine = Engine(depth=2)
+    update = engine.scheduler.update
+
+    def measured(plan: StepPlan, result: StepResult) -> StepOutput:
+        result.device_s = 2.5
+        return update(plan, result)
+
+    monkeypatch.setattr(engine.scheduler, "update", measured)
+    engine.add("a", [1, 2, 3], count=20, timed=True)
+    engine.add("b", [4, 5, 6], count=20)
+    for _ in range(3):
+        engine.step()
+    engine.abort("b")
+    engine.step()
+    assert [step.shares["a"] for step in engine.steps] == [1.25, 1.25, 1.25, 1.25]
 
 
 def test_preempted_request_reports_its_time_away() -> None:
