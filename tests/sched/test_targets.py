@@ -193,6 +193,19 @@ def test_backlog_counts_tokens_that_are_not_computed() -> None:
     assert targets.backlog([], engine.scheduler.running) is backlog  # counted again only after a while
 
 
+def test_rate_of_prompts_counts_steps_without_prompt_tokens() -> None:
+    """10 ms for a step and 1 ms for a prompt token: 9 tokens in 19 ms, and two steps of 10 ms, which make up
+    for 5.7 ms more than the mean of 13.3 ms."""
+    targets = trained()
+    targets.cost.learn = lambda *args: None  # type: ignore[method-assign]
+    engine = Engine(num_blocks=400, max_num_batched_tokens=256, targets=targets)
+    engine.add("a", [5, 6, 7], 40, target=LatencyTarget(0, 0.004))
+    engine.step()
+    targets.record_step(np.array([1, 9]), 0.019)
+    backlog = targets.backlog(engine.scheduler.requests.values(), engine.scheduler.running)
+    assert backlog.rate == pytest.approx(9 / 0.036, rel=0.1)
+
+
 def test_expected_wait_depends_on_key_and_priority() -> None:
     backlog = Backlog(100.0, [(1, 0, 1000), (2, 0, 100), (2, 5, 300)])
     assert backlog.wait_s(0, 9, 100) == pytest.approx(15.0)

@@ -80,14 +80,17 @@ class Targets:
 
     def prompt_limit(self, running: Running, pending: Ints) -> int | None:
         """Return the most prompt tokens of the next step; None if no decode has a target."""
+        limit = self._limit(running, pending)
+        return 0 if limit is not None and self._excess_s > 0 else limit
+
+    def _limit(self, running: Running, pending: Ints) -> int | None:
+        """Return the most prompt tokens of the next step that has any; None if no decode has a target."""
         target_s = float(running.itl_s[running.order[pending <= 1]].min(initial=math.inf))
         if target_s == math.inf:
             self._mean_s, self._excess_s = math.inf, 0.0
             return None
         decodes = Decodes.of(running, pending)
         self._mean_s = max(_MARGIN * target_s, _SMALL_FACTOR * self.cost.step_s(decodes))
-        if self._excess_s > 0:
-            return 0
         least_s = self.cost.least_s(decodes)
         factor = _SMALL_FACTOR if least_s <= _NEAR * target_s else _LARGE_FACTOR
         seconds = self._planned_s = max(_MARGIN * target_s, factor * least_s)
@@ -139,11 +142,14 @@ class Targets:
         if not self.cost.is_known:
             return 0.0
         pending = running.num_tokens[running.order] - running.num_computed[running.order]
-        limit = self.prompt_limit(running, pending)
+        limit = self._limit(running, pending)
         if limit is None:
             token_s = self.cost.prompt_s(1)
             return 1 / token_s if token_s else 0.0
-        return limit / self.cost.step_s(Decodes.of(running, pending), limit)
+        decodes = Decodes.of(running, pending)
+        step_s, alone_s = self.cost.step_s(decodes, limit), self.cost.step_s(decodes)
+        num_alone = max(0.0, step_s - self._mean_s) / (self._mean_s - alone_s)
+        return limit / (step_s + num_alone * alone_s)
 
     def warn_of_steps(self, running: Running) -> None:
         """Warn once if a step with a single decode takes longer than a target between tokens."""
